@@ -1,0 +1,9 @@
+"""The ops of namespace `fp4kv`, one file each: schema, fake, body, public function."""
+
+from .append import append
+from .attention import attention, explain
+from .dequantize import dequantize
+from .format.layout import from_packed, to_packed
+from .quantize import quantize
+
+__all__ = ["append", "attention", "dequantize", "explain", "from_packed", "quantize", "to_packed"]

@@ -1,0 +1,310 @@
+"""`fp4kv::append`: new K and V, quantised and written into the cache in place.
+
+Shapes: B batch, H KV heads, L new tokens a row, D and Dv head sizes, P pages, T tokens a page, E exact slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import backends, checks
+from ._library import define
+from .call import head_dim_of
+from .format import blocks, e4m3, layout
+
+
+def append(
+    k_data: Tensor,
+    k_scales: Tensor | None,
+    v_data: Tensor,
+    v_scales: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    k_global: float | Tensor,
+    v_global: float | Tensor,
+    *,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+    k_transform: Tensor | None = None,
+    k_exact: Tensor | None = None,
+    v_exact: Tensor | None = None,
+    exact_slots: Tensor | None = None,
+    skip_negative: bool = False,
+    k_format: str = "nvfp4",
+    v_format: str = "nvfp4",
+    scale_rule: str = "amax",
+    v_scale_layout: str = "linear",
+    backend: str = "auto",
+) -> None:
+    """Quantises `k` and `v` and writes them at `slots`, in place; everything else in the cache stays as it is.
+
+    Args:
+        k_data, v_data: mutated. int64 words `[P, H, T, D/16]` ("nvfp4", "block-fp4"), uint8 e4m3 bits `[P, H, T, D]`
+            ("fp8") or float `[P, H, T, D]` ("exact").
+        k_scales, v_scales: mutated. uint8 `[P, H, T, D/16]` for the two 4-bit formats, else None.
+        k, v: `[B, H, L, D]` and `[B, H, L, Dv]`, floating point, any strides. Not modified.
+        slots: int64 `[B, L]`, `page · T + offset` of each token; no slot twice in a call.
+        k_global, v_global: decode scales: a number, or float32 `[]` or `[H]`.
+        k_bias, v_bias: float32 `[H, D]` and `[H, Dv]`, subtracted before quantising.
+        k_transform: float32 `[H, D, D]`; stored K is `(k - k_bias) @ k_transform`.
+        k_exact, v_exact: mutated. `[≥B, H, E, D]` and `[≥B, H, E, Dv]`: the raw k and v are also written at
+            `exact_slots` (int64 `[B, L]`, within a row); slot E - 1 is scratch, nobody reads it.
+        skip_negative: leave out tokens whose slot is negative (padding of a captured graph).
+        k_format, v_format: "nvfp4", "fp8", "block-fp4" or "exact".
+        scale_rule: as in `quantize`.
+        v_scale_layout: "linear", or "4token" (SM100 kernels).
+        backend: "auto", or the name of one that must serve.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above, or a slot is out of range where the host can see it.
+    """
+    checks.one_of(k_format, checks.FORMATS, "k_format")
+    checks.one_of(v_format, checks.FORMATS, "v_format")
+    checks.one_of(v_scale_layout, checks.V_SCALE_LAYOUTS, "v_scale_layout")
+    checks.scale_rule(scale_rule)
+    _check_new(k, v)
+    _check_storage(k_data, k_scales, k, k_format, "k")
+    _check_storage(v_data, v_scales, v, v_format, "v")
+    if tuple(k_data.shape[:3]) != tuple(v_data.shape[:3]):
+        raise ValueError(
+            f"k_data and v_data differ in pages, heads or tokens: {list(k_data.shape)}, {list(v_data.shape)}"
+        )
+    checks.has_dtype(slots, torch.int64, "slots")
+    checks.shape(slots, (k.shape[0], k.shape[2]), "slots")
+    _check_exact(k_exact, v_exact, exact_slots, k, v)
+    for bias, x, name in ((k_bias, k, "k_bias"), (v_bias, v, "v_bias")):
+        if bias is not None:
+            checks.has_dtype(bias, torch.float32, name)
+            checks.shape(bias, (x.shape[1], x.shape[3]), name)
+    if k_transform is not None:
+        checks.has_dtype(k_transform, torch.float32, "k_transform")
+        checks.shape(k_transform, (k.shape[1], k.shape[3], k.shape[3]), "k_transform")
+    torch.ops.fp4kv.append(
+        k_data,
+        k_scales,
+        v_data,
+        v_scales,
+        k,
+        v,
+        slots,
+        _scale(k_global, k, "k_global"),
+        _scale(v_global, v, "v_global"),
+        k_bias=k_bias,
+        v_bias=v_bias,
+        k_transform=k_transform,
+        k_exact=k_exact,
+        v_exact=v_exact,
+        exact_slots=exact_slots,
+        skip_negative=skip_negative,
+        k_format=k_format,
+        v_format=v_format,
+        scale_rule=scale_rule,
+        v_scale_layout=v_scale_layout,
+        backend=backend,
+    )
+
+
+def _scale(scale: float | Tensor, x: Tensor, name: str) -> Tensor:
+    tensor = checks.global_scale(scale, x.device, name)
+    if tensor.ndim and tuple(tensor.shape) != (x.shape[1],):
+        raise ValueError(f"{name} must have shape [] or [{x.shape[1]}] (KV heads), got {list(tensor.shape)}")
+    return tensor
+
+
+def _check_new(k: Tensor, v: Tensor) -> None:
+    for x, name in ((k, "k"), (v, "v")):
+        checks.floating(x, name)
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be [B, H, L, D], got shape {list(x.shape)}")
+        checks.head_dim(x.shape[3], name)
+    if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or k.device != v.device:
+        raise ValueError(
+            "k and v must agree in batch, heads, tokens, dtype and device, got "
+            f"{list(k.shape)} {k.dtype} {k.device} and {list(v.shape)} {v.dtype} {v.device}"
+        )
+
+
+def _check_storage(data: Tensor, scales: Tensor | None, x: Tensor, storage_format: str, name: str) -> None:
+    checks.storage(data, scales, storage_format, name, x.device)
+    if data.shape[1] != x.shape[1]:
+        raise ValueError(f"{name}_data has {data.shape[1]} KV heads, {name} has {x.shape[1]}")
+    if storage_format == "exact":
+        checks.has_dtype(data, x.dtype, f"{name}_data")
+    if head_dim_of(data, storage_format) != x.shape[3]:
+        raise ValueError(
+            f"{name}_data holds head size {head_dim_of(data, storage_format)} as {storage_format!r}, "
+            f"{name} has {x.shape[3]}"
+        )
+
+
+def _check_exact(
+    k_exact: Tensor | None, v_exact: Tensor | None, exact_slots: Tensor | None, k: Tensor, v: Tensor
+) -> None:
+    given = [t is not None for t in (k_exact, v_exact, exact_slots)]
+    if not any(given):
+        return
+    if k_exact is None or v_exact is None or exact_slots is None:
+        raise ValueError("k_exact, v_exact and exact_slots go together")
+    for exact, x, name in ((k_exact, k, "k_exact"), (v_exact, v, "v_exact")):
+        checks.has_dtype(exact, x.dtype, name)
+        checks.same_device(exact, x.device, name)
+        if exact.ndim != 4 or exact.shape[0] < x.shape[0] or (exact.shape[1], exact.shape[3]) != (x.shape[1], x.shape[3]):
+            raise ValueError(
+                f"{name} must be [≥{x.shape[0]}, {x.shape[1]}, E, {x.shape[3]}], got shape {list(exact.shape)}"
+            )
+    checks.has_dtype(exact_slots, torch.int64, "exact_slots")
+    checks.shape(exact_slots, (k.shape[0], k.shape[2]), "exact_slots")
+
+
+def _body(
+    k_data: Tensor,
+    k_scales: Tensor | None,
+    v_data: Tensor,
+    v_scales: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    k_global: Tensor,
+    v_global: Tensor,
+    *,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+    k_transform: Tensor | None = None,
+    k_exact: Tensor | None = None,
+    v_exact: Tensor | None = None,
+    exact_slots: Tensor | None = None,
+    skip_negative: bool = False,
+    k_format: str = "nvfp4",
+    v_format: str = "nvfp4",
+    scale_rule: str = "amax",
+    v_scale_layout: str = "linear",
+    backend: str = "auto",
+) -> None:
+    if backends.choose("append", k.device, backend).name == "triton":
+        from .kernels import append as kernel
+
+        kernel.append(
+            k_data,
+            k_scales,
+            v_data,
+            v_scales,
+            k,
+            v,
+            slots,
+            k_global,
+            v_global,
+            k_bias=k_bias,
+            v_bias=v_bias,
+            k_transform=k_transform,
+            k_exact=k_exact,
+            v_exact=v_exact,
+            exact_slots=exact_slots,
+            skip_negative=skip_negative,
+            k_format=k_format,
+            v_format=v_format,
+            scale_rule=scale_rule,
+            v_scale_layout=v_scale_layout,
+        )
+        return
+    num_slots = k_data.shape[0] * k_data.shape[2]
+    if slots.device.type == "cpu" and slots.numel():
+        _check_slots(slots, num_slots, skip_negative)
+    stored_k = _stored(k, k_bias)
+    if k_transform is not None:
+        stored_k = stored_k @ k_transform
+    rows = torch.arange(k.shape[0], device=k.device)[:, None]
+    _write(k_data, k_scales, stored_k, slots, k_global, skip_negative, k_format, scale_rule, "linear")
+    _write(v_data, v_scales, _stored(v, v_bias), slots, v_global, skip_negative, v_format, scale_rule, v_scale_layout)
+    if k_exact is not None and v_exact is not None and exact_slots is not None:
+        k_exact[rows, :, exact_slots] = k.transpose(1, 2)
+        v_exact[rows, :, exact_slots] = v.transpose(1, 2)
+
+
+def _check_slots(slots: Tensor, num_slots: int, skip_negative: bool) -> None:
+    low, high = slots.min().item(), slots.max().item()
+    if high >= num_slots or (low < 0 and not skip_negative):
+        raise ValueError(f"slots must lie in [0, {num_slots}), the cache's capacity, got [{low}, {high}]")
+
+
+def _stored(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x.to(torch.float32) - bias[:, None, :]
+
+
+def _write(
+    data: Tensor,
+    scales: Tensor | None,
+    x: Tensor,
+    slots: Tensor,
+    global_scale: Tensor,
+    skip_negative: bool,
+    storage_format: str,
+    scale_rule: str,
+    scale_layout: str,
+) -> None:
+    """Encodes `x` `[B, H, L, D]` and scatters it into `data` and `scales`; with `[B, L, H, ·]` rows of one slot."""
+    page_size = data.shape[2]
+    per_head = global_scale[:, None, None] if global_scale.ndim else global_scale
+    new_scales: Tensor | None = None
+    if storage_format == "nvfp4":
+        new, new_scales = blocks.encode(x, per_head, scale_rule)
+    elif storage_format == "block-fp4":
+        new, new_scales = blocks.encode_block_fp4(x)
+    elif storage_format == "fp8":
+        new = e4m3.encode_signed(x.to(torch.float32) / per_head).to(torch.uint8)
+    else:
+        new = x.to(data.dtype)
+    keep = slots >= 0 if skip_negative else None
+    pages, offsets = slots // page_size, slots % page_size
+    if keep is not None:
+        pages, offsets = pages[keep], offsets[keep]
+    data[pages, :, offsets] = _rows(new, keep)
+    if scales is None or new_scales is None:
+        return
+    if scale_layout == "linear":
+        scales[pages, :, offsets] = _rows(new_scales, keep)
+    else:
+        _scatter_4token(scales, _rows(new_scales, keep), pages, offsets)
+
+
+def _rows(x: Tensor, keep: Tensor | None) -> Tensor:
+    """`[B, H, L, ·]` as one row a token: `[B, L, H, ·]`, or `[N, H, ·]` of the tokens kept."""
+    rows = x.transpose(1, 2)
+    return rows if keep is None else rows[keep]
+
+
+def _scatter_4token(scales: Tensor, rows: Tensor, pages: Tensor, offsets: Tensor) -> None:
+    """A token's scales land in four rows of its 4-token group; see `layout.v_scales_to_4token`."""
+    heads, groups = scales.shape[1], scales.shape[3]
+    linear = torch.arange(scales.shape[2] * groups, device=scales.device).view(1, 1, scales.shape[2], groups)
+    source = layout.v_scales_to_4token(linear).flatten()
+    target = torch.empty_like(source)
+    target[source] = torch.arange(source.numel(), device=source.device)
+    index = target.view(scales.shape[2], groups)[offsets]
+    head = torch.arange(heads, device=scales.device)[:, None]
+    scales.view(scales.shape[0], heads, -1)[pages[..., None, None], head, index[..., None, :]] = rows
+
+
+def _fake(
+    k_data: Tensor,
+    k_scales: Tensor | None,
+    v_data: Tensor,
+    v_scales: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    *_args: object,
+    **_kwargs: object,
+) -> None:
+    return None
+
+
+APPEND = define(
+    "append(Tensor(a!) k_data, Tensor(b!)? k_scales, Tensor(c!) v_data, Tensor(d!)? v_scales, Tensor k, Tensor v, "
+    "Tensor slots, Tensor k_global, Tensor v_global, *, Tensor? k_bias=None, Tensor? v_bias=None, "
+    "Tensor? k_transform=None, Tensor(e!)? k_exact=None, Tensor(f!)? v_exact=None, Tensor? exact_slots=None, "
+    'bool skip_negative=False, str k_format="nvfp4", str v_format="nvfp4", str scale_rule="amax", '
+    'str v_scale_layout="linear", str backend="auto") -> ()',
+    body=_body,
+    fake=_fake,
+)

@@ -1,0 +1,110 @@
+"""Which backend serves a call here, and why: one table that dispatch, `explain` and `doctor` read.
+
+A backend asked for by name that cannot serve is an error with the reason; only "auto" chooses.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from .call import AttentionCall
+
+OPS = ("quantize", "dequantize", "append", "attention")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that serves, and for each that was passed over the reason in one line."""
+
+    name: str
+    passed_over: dict[str, str] = field(default_factory=dict)
+
+
+served: Counter[tuple[str, str]] = Counter()
+"""How often each `(op, backend)` ran in this process, eager or inside a compiled graph as an opaque call."""
+
+
+def choose(op: str, device: torch.device, backend: str = "auto", call: AttentionCall | None = None) -> Choice:
+    """The backend for `op` on `device`.
+
+    Raises:
+        ValueError: `backend` names one that is unknown, or that cannot serve; the message has the reason.
+    """
+    choice = _choose(op, device, backend, call)
+    if not torch.compiler.is_compiling():
+        served[op, choice.name] += 1
+    return choice
+
+
+def explain(call: AttentionCall, backend: str = "auto") -> Choice:
+    """As `choose` for this attention call, without counting it."""
+    return _choose("attention", call.q.device, backend, call)
+
+
+def explain_device(op: str, device: torch.device) -> Choice:
+    """As `choose` for a call without special demands, without counting it."""
+    return _choose(op, device, "auto", None)
+
+
+def _choose(op: str, device: torch.device, backend: str, call: AttentionCall | None) -> Choice:
+    names = ("triton-gluon", "triton-prefill", "triton", "torch") if op == "attention" else ("triton", "torch")
+    if backend != "auto" and backend not in names:
+        raise ValueError(f"unknown backend {backend!r} for {op}; known: auto, {', '.join(names)}")
+    passed_over: dict[str, str] = {}
+    for name in names if backend == "auto" else (backend,):
+        reason = _unusable(op, name, device, call)
+        if reason is None:
+            return Choice(name, passed_over)
+        passed_over[name] = reason
+    raise ValueError(f"backend {backend!r} cannot serve this {op}: {passed_over[backend]}")
+
+
+def _unusable(op: str, name: str, device: torch.device, call: AttentionCall | None) -> str | None:
+    if name == "torch":
+        return None
+    reason = triton_missing(device)
+    if reason is not None or op != "attention":
+        return reason
+    if name == "triton-gluon":
+        from .kernels import decode
+
+        return gluon_missing(device) or (decode.unsupported(call) if call is not None else None)
+    if name == "triton-prefill":
+        from .kernels import prefill
+
+        return prefill.unsupported(call) if call is not None else None
+    return None
+
+
+def triton_missing(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on `device`, or None."""
+    if device.type not in ("cuda", "xpu"):
+        return f"Triton kernels run on GPUs, the tensors are on {device.type}"
+    if not _installed("triton"):
+        return "the package triton is not installed"
+    return None
+
+
+def gluon_missing(device: torch.device) -> str | None:
+    """Why the Gluon kernels cannot run on `device`, or None."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "Gluon kernels are for NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"Gluon kernels need compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    if not _installed("triton.experimental.gluon"):
+        return "this triton has no Gluon (3.6 is the first that is supported)"
+    return None
+
+
+@functools.cache
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,106 @@
+"""Input checks, each in one place: what was expected and what came, raised before anything is written."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .format.blocks import SCALE_RULES
+from .format.constants import BLOCK, GLOBAL_SCALE_MAX, GLOBAL_SCALE_MIN
+
+FORMATS = ("nvfp4", "fp8", "block-fp4", "exact")
+"""Storage formats: NVFP4; e4m3 under the global scale; FP4 blocks under a power of two; the model's own dtype."""
+
+V_SCALE_LAYOUTS = ("linear", "4token")
+
+
+def head_dim(size: int, name: str) -> None:
+    """Raises ValueError unless head size `size` of tensor `name` is a positive multiple of 16."""
+    if size <= 0 or size % BLOCK:
+        raise ValueError(
+            f"{name}: head size {size} is not a multiple of {BLOCK}, the elements that share an NVFP4 scale"
+        )
+
+
+def floating(tensor: Tensor, name: str) -> None:
+    """Raises TypeError unless `tensor` is float32, float16 or bfloat16."""
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
+
+
+def has_dtype(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+
+
+def same_device(tensor: Tensor, device: torch.device, name: str) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the data on {device}")
+
+
+def one_of(value: str, known: tuple[str, ...], name: str) -> None:
+    if value not in known:
+        raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+
+
+def scale_rule(rule: str) -> None:
+    one_of(rule, tuple(SCALE_RULES), "scale_rule")
+
+
+def shape(tensor: Tensor, expected: tuple[int, ...], name: str) -> None:
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"{name} must have shape {list(expected)}, got {list(tensor.shape)}")
+
+
+def global_scale(scale: float | Tensor, device: torch.device, name: str) -> Tensor:
+    """`scale` as a float32 tensor on `device`; a Python number becomes a 0-d tensor.
+
+    Raises TypeError for another dtype (a bf16 scale reads as another number elsewhere) and ValueError for another
+    device or a value outside [2^-100, 2^100]. The value of a tensor is looked at only on the CPU, where that costs no
+    synchronisation.
+    """
+    if not isinstance(scale, Tensor):
+        _scale_value(float(scale), name)
+        return torch.full((), float(scale), dtype=torch.float32, device=device)
+    has_dtype(scale, torch.float32, name)
+    same_device(scale, device, name)
+    if device.type == "cpu" and not torch.compiler.is_compiling() and scale.numel():
+        for value in (scale.min().item(), scale.max().item()):
+            _scale_value(value, name)
+    return scale
+
+
+def _scale_value(value: float, name: str) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+    if not GLOBAL_SCALE_MIN <= value <= GLOBAL_SCALE_MAX:
+        raise ValueError(f"{name} must lie in [2^-100, 2^100], got {value}")
+
+
+def storage(data: Tensor, scales: Tensor | None, storage_format: str, name: str, device: torch.device) -> None:
+    """Raises unless `data` and `scales` are contiguous `[P, H, T, ·]` tensors of `storage_format` on `device`."""
+    if data.ndim != 4:
+        raise ValueError(f"{name}_data must be [P, H, T, ·], got shape {list(data.shape)}")
+    if storage_format == "exact":
+        floating(data, f"{name}_data")
+    else:
+        has_dtype(data, torch.uint8 if storage_format == "fp8" else torch.int64, f"{name}_data")
+    same_device(data, device, f"{name}_data")
+    _contiguous(data, f"{name}_data")
+    if storage_format in ("fp8", "exact"):
+        if scales is not None:
+            raise ValueError(f"{name}_scales must be None for format {storage_format!r}")
+        return
+    if scales is None:
+        raise ValueError(f"{name}_scales is required for format {storage_format!r}")
+    has_dtype(scales, torch.uint8, f"{name}_scales")
+    shape(scales, tuple(data.shape), f"{name}_scales")
+    same_device(scales, device, f"{name}_scales")
+    _contiguous(scales, f"{name}_scales")
+
+
+def _contiguous(tensor: Tensor, name: str) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()} for shape {list(tensor.shape)}")

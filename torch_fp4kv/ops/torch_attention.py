@@ -1,9 +1,10 @@
 """Attention over a quantised cache in PyTorch, tile by tile: the CPU backend, and the one that takes any call.
 
-Scratch does not grow with the context: a tile of stored tokens is dequantised, met by the queries and folded into a
-running softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). All arithmetic is float32.
+Scratch grows neither with the context nor with the number of queries: a block of queries meets one tile of tokens at a
+time, dequantised where it comes from storage, and folds it into a running softmax (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", 2018). All arithmetic is float32.
 
-Shapes: B batch, H KV heads, G query heads a KV head, L queries, t tokens of a tile, D and Dv head sizes.
+Shapes: B batch, H KV heads, G query heads a KV head, L queries of a block, t tokens of a tile, D and Dv head sizes.
 """
 
 from __future__ import annotations
@@ -15,53 +16,75 @@ from torch import Tensor
 
 from .call import AttentionCall
 from .dequantize import values
-from .format import layout
 
 TILE_ELEMENTS = 1 << 19
 """Elements of K dequantised at once, over batch and heads."""
 
+SCORE_ELEMENTS = 1 << 21
+"""Scores held at once: bounds the queries of a block."""
+
+Tile = tuple[Tensor, Tensor, Tensor, Tensor]
+"""`k` `[B, H, t, D]`, `v` `[B, H, t, Dv]`, `positions` `[B or 1, t]`, `present` (bool) `[B, t]`."""
+
 
 def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Serves every `AttentionCall`; see `attention.py` for what it computes."""
-    queries = _Queries(call)
+    batch, heads, num_queries, _ = call.q.shape
+    out, lse = call.empty_out(), call.empty_lse()
+    if lse.numel():
+        block = max(1, SCORE_ELEMENTS // (batch * heads * _tile_size(call)))
+        for first in range(0, num_queries, block):
+            last = min(first + block, num_queries)
+            out[:, :, first:last], lse[:, :, first:last] = _attend(_Queries(call, first, last))
+    return out, lse if call.return_lse else None
+
+
+def _attend(queries: _Queries) -> tuple[Tensor, Tensor]:
     softmax = _RunningSoftmax(queries)
-    for tile in _stored_tiles(call, queries):
+    for tile in _stored_tiles(queries):
         softmax.add(*tile, stored=True)
-    for tile in _exact_tiles(call, queries):
+    for tile in _exact_tiles(queries):
         softmax.add(*tile, stored=False)
-    out, lse = softmax.finish(call.sink_logits)
-    return out.to(call.result_dtype), lse if call.return_lse else None
+    return softmax.finish()
+
+
+def _tile_size(call: AttentionCall) -> int:
+    size = max(16, TILE_ELEMENTS // (call.q.shape[0] * call.num_kv_heads * max(call.head_dim, call.v_head_dim)))
+    if call.block_table is not None:
+        return max(call.page_size, size // call.page_size * call.page_size)
+    return size // 4 * 4
 
 
 class _Queries:
-    """The queries with their positions, and what they may see."""
+    """Queries `first … last - 1` of a call with their positions, and what they may see."""
 
-    def __init__(self, call: AttentionCall) -> None:
-        self.call = call
-        batch, _, num_queries, _ = call.q.shape
-        device = call.q.device
+    def __init__(self, call: AttentionCall, first: int, last: int) -> None:
+        self.call, self.first, self.last = call, first, last
         self.lengths = call.lengths.to(torch.int64)
-        self.num_new = torch.full_like(self.lengths, num_queries) if call.q_lengths is None else call.q_lengths.long()
-        self.starts = torch.zeros_like(self.lengths) if call.starts is None else call.starts.to(torch.int64)
-        self.oldest = self.starts
-        if call.block_table is None:
-            self.oldest = torch.maximum(self.starts, self.lengths - call.page_size)
-        index = torch.arange(num_queries, device=device)
-        self.real = index < self.num_new[:, None]
-        self.positions = self.lengths[:, None] - self.num_new[:, None] + index
+        num_new = torch.full_like(self.lengths, call.q.shape[2]) if call.q_lengths is None else call.q_lengths.long()
+        self.starts = torch.zeros_like(self.lengths) if call.starts is None else call.starts.long().clamp(min=0)
+        index = torch.arange(first, last, device=call.q.device)
+        self.real = index < num_new[:, None]
+        self.positions = self.lengths[:, None] - num_new[:, None] + index
         self.q = self._grouped(call.q)
         self.q_stored = self.q if call.q_stored is None else self._grouped(call.q_stored)
         self.stored_bias = None if call.stored_bias is None else self._grouped(call.stored_bias)
+        self.mask = None if call.mask is None else self._own_rows(call.mask)
         self.sink_end = self.starts + call.num_sink_tokens if call.k_exact is not None else self.starts
         self.first_ring = self.lengths
         if call.k_exact is not None and call.exact_from is not None:
             self.first_ring = call.exact_from.to(torch.int64)
-        self.first_new = self.lengths - self.num_new if call.k_new is not None else self.lengths
-        assert self.positions.shape == (batch, num_queries)
+        self.first_new = self.lengths - num_new if call.k_new is not None else self.lengths
 
     def _grouped(self, x: Tensor) -> Tensor:
-        """`[B, Hq, L, ·]` to float32 `[B, H, G, L, ·]`."""
-        return x.to(torch.float32).unflatten(1, (self.call.num_kv_heads, self.call.group))
+        """`[B, Hq, all queries, ·]` to float32 `[B, H, G, L, ·]`."""
+        own = x[:, :, self.first : self.last].to(torch.float32)
+        return own.unflatten(1, (self.call.num_kv_heads, self.call.group))
+
+    def _own_rows(self, mask: Tensor) -> Tensor:
+        """`mask` with four dimensions, and only the rows of these queries where it has rows."""
+        mask = mask[(None,) * (4 - mask.ndim)]
+        return mask if mask.shape[2] == 1 else mask[:, :, self.first : self.last]
 
     def sees(self, positions: Tensor) -> Tensor:
         """bool `[B, L, t]`: which of the token `positions` `[B or 1, t]` each query may look at, mask apart."""
@@ -74,7 +97,7 @@ class _Queries:
         return seen
 
     def scores(self, k: Tensor, positions: Tensor, present: Tensor, stored: bool) -> Tensor:
-        """float32 `[B, H, G, L, t]` scores of keys `[B, H, t, D]` at `positions`; -inf where not seen or not present."""
+        """float32 `[B, H, G, L, t]` scores of keys `[B, H, t, D]`; -inf where not seen or not present."""
         call = self.call
         q = self.q_stored if stored else self.q
         batch, heads, group, num_queries, _ = q.shape
@@ -85,23 +108,20 @@ class _Queries:
         if call.softcap > 0:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         seen = (self.sees(positions) & present[:, None, :])[:, None, None]
-        if call.mask is not None:
-            mask = self._mask_at(call.mask, positions)
+        if self.mask is not None:
+            mask = self._mask_at(self.mask, positions)
             if mask.dtype == torch.bool:
                 seen = seen & mask
             else:
                 scores = scores + mask
-                seen = seen & (positions < call.mask.shape[-1])[:, None, None, None, :]
+            seen = seen & (positions < self.mask.shape[-1])[:, None, None, None, :]
         return scores.masked_fill(~seen, float("-inf"))
 
     def _mask_at(self, mask: Tensor, positions: Tensor) -> Tensor:
-        """`mask` at `positions`, `[B or 1, H or 1, G or 1, L or 1, t]`; a bool mask is False beyond its columns."""
-        mask = mask[(None,) * (4 - mask.ndim)]
+        """`mask` at `positions`, `[B or 1, H or 1, G or 1, L or 1, t]`; beyond its columns the last one is repeated."""
         index = positions.clamp(0, mask.shape[-1] - 1)[:, None, None, :]
         shape = (max(mask.shape[0], index.shape[0]), mask.shape[1], mask.shape[2])
         at = mask.expand(shape[0], -1, -1, -1).gather(-1, index.expand(*shape, -1))
-        if mask.dtype == torch.bool:
-            at = at & (positions < mask.shape[-1])[:, None, None, :]
         if at.shape[1] == 1:
             return at.unsqueeze(1)
         return at.unflatten(1, (self.call.num_kv_heads, self.call.group))
@@ -116,7 +136,7 @@ class _RunningSoftmax:
         self.weighted = queries.q.new_zeros((*shape, queries.call.v_head_dim))
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor, present: Tensor, *, stored: bool) -> None:
-        """Folds tokens in: `k` `[B, H, t, D]`, `v` `[B, H, t, Dv]`, `positions` `[B or 1, t]`, `present` `[B, t]`."""
+        """Folds the tokens of a `Tile` in."""
         scores = self.queries.scores(k, positions, present, stored)
         top = torch.maximum(self.top, scores.amax(-1))
         base = torch.where(top == float("-inf"), 0.0, top)
@@ -124,14 +144,18 @@ class _RunningSoftmax:
         keep = torch.exp(self.top - base)
         if stored and self.queries.call.v_bias is not None:
             v = v + self.queries.call.v_bias[:, None, :]
+        # What nobody sees may hold inf or NaN (memory never written, padding), which a weight of 0 would not remove.
+        used = (weights != 0).flatten(2, 3).any(2)
+        v = v.masked_fill(~used.unsqueeze(-1), 0.0)
         self.total = self.total * keep + weights.sum(-1)
         product = (weights.flatten(2, 3) @ v).view(self.weighted.shape)
         self.weighted = self.weighted * keep.unsqueeze(-1) + product
         self.top = top
 
-    def finish(self, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    def finish(self) -> tuple[Tensor, Tensor]:
         """`(out [B, Hq, L, Dv], lse [B, Hq, L])`, float32."""
         top, total, weighted = self.top, self.total, self.weighted
+        sink_logits = self.queries.call.sink_logits
         if sink_logits is not None:
             heads, group = top.shape[1:3]
             sink = sink_logits.to(torch.float32).view(heads, group, 1)
@@ -140,43 +164,48 @@ class _RunningSoftmax:
             base = torch.where(new_top == float("-inf"), 0.0, new_top)
             keep = torch.exp(top - base)
             top, total, weighted = new_top, total * keep + torch.exp(sink - base), weighted * keep.unsqueeze(-1)
-        out = torch.where((total > 0).unsqueeze(-1), weighted / total.unsqueeze(-1), 0.0)
+        out = torch.where((total == 0).unsqueeze(-1), 0.0, weighted / total.unsqueeze(-1))
         return out.flatten(1, 2), (top + torch.log(total)).flatten(1, 2)
 
 
-def _stored_tiles(call: AttentionCall, queries: _Queries) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def _stored_tiles(queries: _Queries) -> Iterator[Tile]:
     """Tiles of stored tokens that some row may see and has no exact copy of."""
-    batch, page_size = call.q.shape[0], call.page_size
-    first, end = _range(call, queries)
-    tile = max(16, TILE_ELEMENTS // (batch * call.num_kv_heads * max(call.head_dim, call.v_head_dim)))
-    if call.block_table is not None:
-        first, tile = first // page_size * page_size, max(page_size, tile // page_size * page_size)
-    start = first
+    call = queries.call
+    tile = _tile_size(call)
+    start, end = _range(queries)
+    start = start // call.page_size * call.page_size if call.block_table is not None else start // 4 * 4
+    newest = queries.first_new[:, None] - 1
     while start < end:
-        stop = min(start + tile, end)
-        if call.block_table is None:
-            stop = min(stop, (start // page_size + 1) * page_size)
+        # V's scales may be permuted within 4 tokens (`v_scale_layout`), so that tiles hold whole groups of 4.
+        stop = min(start + tile, -(-end // 4) * 4, call.capacity)
         positions = torch.arange(start, stop, device=call.q.device)[None]
+        if call.block_table is None:
+            # Slot s holds the newest position that is congruent to s.
+            positions = newest - (newest - positions) % call.page_size
         k = _stored(call, call.k_data, call.k_scales, call.k_global, call.k_format, "linear", start, stop)
         v = _stored(call, call.v_data, call.v_scales, call.v_global, call.v_format, call.v_scale_layout, start, stop)
-        present = (positions >= torch.maximum(queries.oldest, queries.sink_end)[:, None]) & (
+        present = (positions >= queries.sink_end[:, None]) & (
             positions < torch.minimum(queries.first_ring, queries.first_new)[:, None]
         )
         yield k, v, positions, present
         start = stop
 
 
-def _range(call: AttentionCall, queries: _Queries) -> tuple[int, int]:
-    """Positions that the tiles must cover. Off the CPU the lengths are not looked at: that would synchronise."""
-    if call.q.device.type != "cpu":
-        return 0, call.capacity
-    if queries.lengths.numel() == 0:
-        return 0, 0
-    first = queries.oldest
+def _range(queries: _Queries) -> tuple[int, int]:
+    """Slots of a page, or positions with a block table, that the tiles must cover.
+
+    Off the CPU the lengths are not looked at: that would synchronise.
+    """
+    call = queries.call
+    whole = (0, call.capacity)
+    if call.q.device.type != "cpu" or (call.block_table is None and int(queries.first_new.max()) > call.page_size):
+        return whole
+    first, end = queries.sink_end, torch.minimum(queries.first_ring, queries.first_new)
     if call.window > 0:
-        first = torch.maximum(first, queries.lengths - queries.num_new - call.window + 1)
-    end = torch.minimum(queries.first_ring, queries.first_new)
-    return max(0, int(first.min())), int(end.max())
+        first = torch.maximum(first, queries.positions[:, 0] - call.window + 1)
+    if call.causal:
+        end = torch.minimum(end, queries.positions[:, -1] + 1)
+    return max(0, int(first.min())), min(int(end.max()), call.capacity)
 
 
 def _stored(
@@ -189,52 +218,47 @@ def _stored(
     start: int,
     stop: int,
 ) -> Tensor:
-    """float32 `[B, H, t, D]` of stored positions `start … stop - 1`, without bias."""
+    """float32 `[B, H, t, D]` of slots or positions `start … stop - 1`, without bias."""
     batch, page_size = call.q.shape[0], call.page_size
 
     def tile(x: Tensor) -> Tensor:
         if call.block_table is None:
-            return x[:batch, :, start % page_size : start % page_size + stop - start]
+            return x[:batch, :, start:stop]
         pages = call.block_table[:, start // page_size : -(-stop // page_size)].long().clamp(0, x.shape[0] - 1)
         return x[pages].transpose(1, 2).flatten(2, 3)[:, :, : stop - start]
 
-    if scales is not None:
-        if scale_layout == "4token":
-            scales = layout.v_scales_from_4token(scales)
-        scales = tile(scales)
-    return _finite(values(tile(data), scales, global_scale, storage_format), storage_format)
+    return values(tile(data), None if scales is None else tile(scales), global_scale, storage_format, scale_layout)
 
 
-def _exact_tiles(call: AttentionCall, queries: _Queries) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def _exact_tiles(queries: _Queries) -> Iterator[Tile]:
     """Sinks, the ring of recent tokens, and the new tokens of this call, each where the call has them."""
-    batch, device = call.q.shape[0], call.q.device
+    call = queries.call
     first_new = queries.first_new[:, None]
     if call.k_exact is not None and call.v_exact is not None:
-        sinks, ring = call.num_sink_tokens, call.ring_size
-        if sinks:
-            positions = queries.starts[:, None] + torch.arange(sinks, device=device)
-            yield (*_exact(call.k_exact[:batch, :, :sinks], call.v_exact[:batch, :, :sinks]), positions, positions < first_new)
-        if ring and call.exact_from is not None:
-            # Slot s holds the newest position that is congruent to s.
-            newest = queries.lengths[:, None] - 1
-            positions = newest - (newest - torch.arange(ring, device=device)) % ring
-            present = (positions >= queries.first_ring[:, None]) & (positions >= queries.sink_end[:, None])
-            last = sinks + ring
-            yield (
-                *_exact(call.k_exact[:batch, :, sinks:last], call.v_exact[:batch, :, sinks:last]),
-                positions,
-                present & (positions < first_new),
-            )
+        batch, sinks, last = call.q.shape[0], call.num_sink_tokens, call.num_sink_tokens + call.ring_size
+        k, v = call.k_exact[:batch], call.v_exact[:batch]
+        for start, stop in _pieces(0, sinks, call):
+            positions = queries.starts[:, None] + torch.arange(start, stop, device=k.device)
+            yield _exact(k, v, start, stop, positions, positions < first_new)
+        for start, stop in _pieces(sinks, last if call.exact_from is not None else sinks, call):
+            newest = first_new - 1
+            positions = newest - (newest - torch.arange(start - sinks, stop - sinks, device=k.device)) % call.ring_size
+            present = positions >= torch.maximum(queries.first_ring, queries.sink_end)[:, None]
+            yield _exact(k, v, start, stop, positions, present)
     if call.k_new is not None and call.v_new is not None:
-        positions = queries.first_new[:, None] + torch.arange(call.k_new.shape[2], device=device)
-        present = torch.ones_like(positions, dtype=torch.bool)
-        yield (*_exact(call.k_new, call.v_new), positions, present)
+        # New token j stands where query j stands.
+        first = max(0, queries.first - call.window + 1) if call.window > 0 else 0
+        last = queries.last if call.causal else call.k_new.shape[2]
+        for start, stop in _pieces(first, last, call):
+            positions = first_new + torch.arange(start, stop, device=call.k_new.device)
+            yield _exact(call.k_new, call.v_new, start, stop, positions, torch.ones_like(positions, dtype=torch.bool))
 
 
-def _exact(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return _finite(k.to(torch.float32), "exact"), _finite(v.to(torch.float32), "exact")
+def _pieces(start: int, end: int, call: AttentionCall) -> Iterator[tuple[int, int]]:
+    size = _tile_size(call)
+    for first in range(start, end, size):
+        yield first, min(first + size, end)
 
 
-def _finite(x: Tensor, storage_format: str) -> Tensor:
-    """Slots that nobody wrote may hold NaN, which a weight of 0 would not remove."""
-    return torch.nan_to_num(x, nan=0.0) if storage_format in ("exact", "fp8") else x
+def _exact(k: Tensor, v: Tensor, start: int, stop: int, positions: Tensor, present: Tensor) -> Tile:
+    return k[:, :, start:stop].to(torch.float32), v[:, :, start:stop].to(torch.float32), positions, present

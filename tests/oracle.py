@@ -1,0 +1,144 @@
+"""Attention in float64, row by row, over the dequantised cache: what every backend's numbers are held against.
+
+`attend` says what `torch_fp4kv/ops/attention.py` says, one sentence at a time; `budget` turns the distance between its
+float64 and its float32 result into the error a float32 backend may have.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fp4kv.ops.call import AttentionCall
+from torch_fp4kv.ops.dequantize import values
+
+
+def attend(call: AttentionCall, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """`(out [B, Hq, L, Dv], lse [B, Hq, L])` of `call`, computed in `dtype`."""
+    batch, num_heads, num_queries, _ = call.q.shape
+    out = torch.zeros(batch, num_heads, num_queries, call.v_head_dim, dtype=dtype, device=call.q.device)
+    lse = torch.full((batch, num_heads, num_queries), -torch.inf, dtype=dtype, device=call.q.device)
+    for b in range(batch):
+        num_new = num_queries if call.q_lengths is None else int(call.q_lengths[b])
+        out[b, :, :num_new], lse[b, :, :num_new] = _row(call, b, num_new, dtype)
+    return out, lse
+
+
+def budget(call: AttentionCall, result_dtype: torch.dtype | None = None) -> tuple[float, float]:
+    """Largest errors of `out` and `lse` that float32 arithmetic in another order, and one final rounding, explain.
+
+    The float32 run of the oracle has errors e. Another summation order has errors like it: 8·e covers what differs
+    from draw to draw, and 8 float32 ulps of the largest value covers calls too small for e to be typical.
+    """
+    exact, rough = attend(call), attend(call, torch.float32)
+    limits = []
+    for reference, other in zip(exact, rough):
+        finite = reference[reference.isfinite()]
+        top = float(finite.abs().max()) if finite.numel() else 0.0
+        error = (other.double() - reference)[reference.isfinite()]
+        limits.append(8 * (float(error.abs().max()) if error.numel() else 0.0) + 8 * 2.0**-23 * max(top, 1e-30))
+    rounding = torch.finfo(result_dtype or call.result_dtype).eps / 2
+    return limits[0] + rounding * float(exact[0].abs().max() if exact[0].numel() else 0.0), limits[1]
+
+
+def check(call: AttentionCall, out: Tensor, lse: Tensor | None = None) -> None:
+    """Fails unless `out` (and `lse`) are those of `call` within `budget`."""
+    expected, expected_lse = attend(call)
+    out_budget, lse_budget = budget(call)
+    assert out.shape == expected.shape
+    assert out.dtype == call.result_dtype
+    assert out.is_contiguous()
+    error = (out.double() - expected).abs()
+    assert not error.isnan().any(), "NaN where the oracle has a number"
+    assert float(error.max() if error.numel() else 0.0) <= out_budget, f"{float(error.max())} > {out_budget}"
+    if lse is not None:
+        assert lse.dtype == torch.float32
+        unseen = expected_lse == -torch.inf
+        assert torch.equal(lse == -torch.inf, unseen)
+        error = (lse.double() - expected_lse)[~unseen].abs()
+        assert float(error.max() if error.numel() else 0.0) <= lse_budget, f"{float(error.max())} > {lse_budget}"
+
+
+def _row(call: AttentionCall, b: int, num_new: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    device = call.q.device
+    length = int(call.lengths[b])
+    start = 0 if call.starts is None else int(call.starts[b])
+    positions = torch.arange(start, max(start, length), device=device)
+    k, v, exact, exists = _tokens(call, b, start, length, num_new, positions)
+    k, v = (x.to(dtype).repeat_interleave(call.group, 0) for x in (k, v))
+    q = call.q[b, :, :num_new].to(dtype)
+    q_stored = q if call.q_stored is None else call.q_stored[b, :, :num_new].to(dtype)
+    from_storage = q_stored @ k.transpose(1, 2)
+    if call.stored_bias is not None:
+        from_storage = from_storage + call.stored_bias[b, :, :num_new, None].to(dtype)
+    scores = torch.where(exact, q @ k.transpose(1, 2), from_storage) * call.softmax_scale
+    if call.softcap > 0:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    own = length - num_new + torch.arange(num_new, device=device)[:, None]
+    visible = exists.expand(num_new, -1)
+    if call.causal:
+        visible = visible & (positions <= own)
+    if call.window > 0:
+        visible = visible & (positions > own - call.window)
+    if call.mask is not None:
+        columns = call.mask.shape[-1]
+        mask = call.mask.expand(*call.q.shape[:3], columns)[b, :, :num_new, positions.clamp(max=columns - 1)]
+        visible = visible & (positions < columns)
+        if mask.dtype == torch.bool:
+            visible = visible & mask
+        else:
+            scores = scores + mask.to(dtype)
+    scores = torch.where(visible, scores, -torch.inf)
+    if call.sink_logits is not None:
+        sink = call.sink_logits.to(dtype)[:, None, None].expand(-1, num_new, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+        v = torch.cat([v, v.new_zeros(v.shape[0], 1, v.shape[2])], dim=1)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    return weights @ v, lse
+
+
+def _tokens(
+    call: AttentionCall, b: int, start: int, length: int, num_new: int, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """k and v `[H, t, ·]` at `positions`, whether each is an exact copy, and whether the call has it at all."""
+    heads, page_size = call.k_data.shape[1:3]
+    k = torch.zeros(heads, positions.numel(), call.head_dim, dtype=torch.float64, device=positions.device)
+    v = torch.zeros(heads, positions.numel(), call.v_head_dim, dtype=torch.float64, device=positions.device)
+    exact = torch.zeros_like(positions, dtype=torch.bool)
+    exists = torch.zeros_like(positions, dtype=torch.bool)
+    end = length if call.k_new is None else length - num_new
+    k_pages = values(call.k_data, call.k_scales, call.k_global, call.k_format)
+    v_scales = call.v_scales
+    if v_scales is not None and call.v_scale_layout == "4token":
+        v_scales = _linear(v_scales)
+    v_pages = values(call.v_data, v_scales, call.v_global, call.v_format)
+    for i, p in enumerate(positions.tolist()):
+        if p >= end:
+            if call.k_new is not None:
+                k[:, i], v[:, i] = call.k_new[b, :, p - end], call.v_new[b, :, p - end]
+                exact[i] = exists[i] = True
+            continue
+        slot = None
+        if call.k_exact is not None:
+            if p - start < call.num_sink_tokens:
+                slot = p - start
+            elif call.exact_from is not None and p >= int(call.exact_from[b]):
+                slot = call.num_sink_tokens + p % call.ring_size
+        if slot is not None:
+            k[:, i], v[:, i] = call.k_exact[b, :, slot], call.v_exact[b, :, slot]
+            exact[i] = exists[i] = True
+        elif call.block_table is not None or p >= end - page_size:
+            page = b if call.block_table is None else int(call.block_table[b, p // page_size])
+            k[:, i], v[:, i] = k_pages[page, :, p % page_size], v_pages[page, :, p % page_size]
+            if call.v_bias is not None:
+                v[:, i] += call.v_bias
+            exists[i] = True
+    return k, v, exact, exists
+
+
+def _linear(scales: Tensor) -> Tensor:
+    """V scales `[P, H, T, S]` from the 4-token layout, by its formula."""
+    tokens, groups = scales.shape[2:]
+    t, s = torch.arange(tokens)[:, None], torch.arange(groups)
+    return scales[:, :, t // 4 * 4 + s // (groups // 4), s % (groups // 4) * 4 + t % 4]

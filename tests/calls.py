@@ -1,4 +1,4 @@
-"""Builds attention calls whose unused memory is poisoned: what must not be read holds NaN, or bytes that decode to it."""
+"""Attention calls with poison in unused memory: what must not be read holds NaN, or bytes that decode to it."""
 
 from __future__ import annotations
 

@@ -16,6 +16,10 @@ if not __name__.startswith("torch_fp4kv."):
 NAMESPACE = "fp4kv"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
+before_fake: list[Callable[[], None]] = []
+"""Run before each fake kernel. Tracing calls the fakes after `torch.compile` has loaded Inductor, so that this is where
+lowerings can enter it without importing it."""
+
 
 def define(schema: str, *, body: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Defines `fp4kv::<schema>` with one eager body for all devices and a fake kernel; returns the default overload.
@@ -26,13 +30,14 @@ def define(schema: str, *, body: Callable[..., Any], fake: Callable[..., Any]) -
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, _inference_only(name, body), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _inference_only(name, fake), lib=LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _inference_only(name, _traced(fake)), lib=LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def _inference_only(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
+        if torch.is_grad_enabled() and any(a.requires_grad for a in tensors):
             raise RuntimeError(
                 f"fp4kv::{name} is for inference: an input requires a gradient and a quantised KV cache has none; "
                 "call the model under torch.no_grad() or torch.inference_mode()"
@@ -40,3 +45,12 @@ def _inference_only(name: str, function: Callable[..., Any]) -> Callable[..., An
         return function(*args, **kwargs)
 
     return guarded
+
+
+def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        for hook in before_fake:
+            hook()
+        return fake(*args, **kwargs)
+
+    return traced

@@ -51,7 +51,7 @@ def append(
         k_transform: float32 `[H, D, D]`; stored K is `(k - k_bias) @ k_transform`.
         k_exact, v_exact: mutated. `[≥B, H, E, D]` and `[≥B, H, E, Dv]`: the raw k and v are also written at
             `exact_slots` (int64 `[B, L]`, within a row); slot E - 1 is scratch, nobody reads it.
-        skip_negative: leave out tokens whose slot is negative (padding of a captured graph).
+        skip_negative: leave out tokens whose slot is negative (padding of a captured graph), exact copies included.
         k_format, v_format: "nvfp4", "fp8", "block-fp4" or "exact".
         scale_rule: as in `quantize`.
         v_scale_layout: "linear", or "4token" (SM100 kernels).
@@ -62,7 +62,6 @@ def append(
     """
     checks.one_of(k_format, checks.FORMATS, "k_format")
     checks.one_of(v_format, checks.FORMATS, "v_format")
-    checks.one_of(v_scale_layout, checks.V_SCALE_LAYOUTS, "v_scale_layout")
     checks.scale_rule(scale_rule)
     _check_new(k, v)
     _check_storage(k_data, k_scales, k, k_format, "k")
@@ -71,16 +70,13 @@ def append(
         raise ValueError(
             f"k_data and v_data differ in pages, heads or tokens: {list(k_data.shape)}, {list(v_data.shape)}"
         )
-    checks.has_dtype(slots, torch.int64, "slots")
-    checks.shape(slots, (k.shape[0], k.shape[2]), "slots")
+    checks.scale_layout(v_scale_layout, v_scales)
+    _check_slot_tensor(slots, k, "slots")
     _check_exact(k_exact, v_exact, exact_slots, k, v)
-    for bias, x, name in ((k_bias, k, "k_bias"), (v_bias, v, "v_bias")):
-        if bias is not None:
-            checks.has_dtype(bias, torch.float32, name)
-            checks.shape(bias, (x.shape[1], x.shape[3]), name)
-    if k_transform is not None:
-        checks.has_dtype(k_transform, torch.float32, "k_transform")
-        checks.shape(k_transform, (k.shape[1], k.shape[3], k.shape[3]), "k_transform")
+    heads, head_dim = k.shape[1], k.shape[3]
+    checks.bias(k_bias, ((heads, head_dim),), k.device, "k_bias")
+    checks.bias(v_bias, ((heads, v.shape[3]),), k.device, "v_bias")
+    checks.bias(k_transform, ((heads, head_dim, head_dim),), k.device, "k_transform")
     torch.ops.fp4kv.append(
         k_data,
         k_scales,
@@ -108,9 +104,14 @@ def append(
 
 def _scale(scale: float | Tensor, x: Tensor, name: str) -> Tensor:
     tensor = checks.global_scale(scale, x.device, name)
-    if tensor.ndim and tuple(tensor.shape) != (x.shape[1],):
-        raise ValueError(f"{name} must have shape [] or [{x.shape[1]}] (KV heads), got {list(tensor.shape)}")
+    checks.scale_shape(tensor, ((x.shape[1],),), name)
     return tensor
+
+
+def _check_slot_tensor(slots: Tensor, x: Tensor, name: str) -> None:
+    checks.has_dtype(slots, torch.int64, name)
+    checks.shape(slots, (x.shape[0], x.shape[2]), name)
+    checks.same_device(slots, x.device, name)
 
 
 def _check_new(k: Tensor, v: Tensor) -> None:
@@ -150,12 +151,12 @@ def _check_exact(
     for exact, x, name in ((k_exact, k, "k_exact"), (v_exact, v, "v_exact")):
         checks.has_dtype(exact, x.dtype, name)
         checks.same_device(exact, x.device, name)
-        if exact.ndim != 4 or exact.shape[0] < x.shape[0] or (exact.shape[1], exact.shape[3]) != (x.shape[1], x.shape[3]):
-            raise ValueError(
-                f"{name} must be [≥{x.shape[0]}, {x.shape[1]}, E, {x.shape[3]}], got shape {list(exact.shape)}"
-            )
-    checks.has_dtype(exact_slots, torch.int64, "exact_slots")
-    checks.shape(exact_slots, (k.shape[0], k.shape[2]), "exact_slots")
+        batch, heads, _, head_dim = x.shape
+        if exact.ndim != 4 or exact.shape[0] < batch or (exact.shape[1], exact.shape[3]) != (heads, head_dim):
+            raise ValueError(f"{name} must be [≥{batch}, {heads}, E, {head_dim}], got shape {list(exact.shape)}")
+    if k_exact.shape[2] != v_exact.shape[2]:
+        raise ValueError(f"k_exact and v_exact differ in slots: {list(k_exact.shape)}, {list(v_exact.shape)}")
+    _check_slot_tensor(exact_slots, k, "exact_slots")
 
 
 def _body(
@@ -208,24 +209,32 @@ def _body(
             v_scale_layout=v_scale_layout,
         )
         return
-    num_slots = k_data.shape[0] * k_data.shape[2]
-    if slots.device.type == "cpu" and slots.numel():
-        _check_slots(slots, num_slots, skip_negative)
+    keep = slots >= 0 if skip_negative else None
+    _check_slots(slots, keep, k_data.shape[0] * k_data.shape[2], "slots")
+    if k_exact is not None and exact_slots is not None:
+        _check_slots(exact_slots, keep, k_exact.shape[2], "exact_slots")
     stored_k = _stored(k, k_bias)
     if k_transform is not None:
-        stored_k = stored_k @ k_transform
-    rows = torch.arange(k.shape[0], device=k.device)[:, None]
-    _write(k_data, k_scales, stored_k, slots, k_global, skip_negative, k_format, scale_rule, "linear")
-    _write(v_data, v_scales, _stored(v, v_bias), slots, v_global, skip_negative, v_format, scale_rule, v_scale_layout)
+        stored_k = stored_k.to(torch.float32) @ k_transform
+    _write(k_data, k_scales, stored_k, slots, k_global, keep, k_format, scale_rule, "linear")
+    _write(v_data, v_scales, _stored(v, v_bias), slots, v_global, keep, v_format, scale_rule, v_scale_layout)
     if k_exact is not None and v_exact is not None and exact_slots is not None:
-        k_exact[rows, :, exact_slots] = k.transpose(1, 2)
-        v_exact[rows, :, exact_slots] = v.transpose(1, 2)
+        rows = torch.arange(k.shape[0], device=k.device)[:, None].expand_as(exact_slots)
+        if keep is not None:
+            rows, exact_slots = rows[keep], exact_slots[keep]
+        k_exact[rows, :, exact_slots] = _rows(k, keep)
+        v_exact[rows, :, exact_slots] = _rows(v, keep)
 
 
-def _check_slots(slots: Tensor, num_slots: int, skip_negative: bool) -> None:
-    low, high = slots.min().item(), slots.max().item()
-    if high >= num_slots or (low < 0 and not skip_negative):
-        raise ValueError(f"slots must lie in [0, {num_slots}), the cache's capacity, got [{low}, {high}]")
+def _check_slots(slots: Tensor, keep: Tensor | None, num_slots: int, name: str) -> None:
+    """Raises ValueError where the host can see a slot (of a token kept) that does not exist."""
+    if slots.device.type != "cpu":
+        return
+    used = slots if keep is None else slots[keep]
+    if used.numel() and (int(used.min()) < 0 or int(used.max()) >= num_slots):
+        raise ValueError(
+            f"{name} must lie in [0, {num_slots}), the cache's capacity, got [{int(used.min())}, {int(used.max())}]"
+        )
 
 
 def _stored(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -238,7 +247,7 @@ def _write(
     x: Tensor,
     slots: Tensor,
     global_scale: Tensor,
-    skip_negative: bool,
+    keep: Tensor | None,
     storage_format: str,
     scale_rule: str,
     scale_layout: str,
@@ -255,7 +264,6 @@ def _write(
         new = e4m3.encode_signed(x.to(torch.float32) / per_head).to(torch.uint8)
     else:
         new = x.to(data.dtype)
-    keep = slots >= 0 if skip_negative else None
     pages, offsets = slots // page_size, slots % page_size
     if keep is not None:
         pages, offsets = pages[keep], offsets[keep]

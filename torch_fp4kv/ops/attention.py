@@ -11,7 +11,9 @@ E exact slots, M mask columns. All arguments are read, none is mutated.
     lengths         [B] int32            tokens of each row, the new ones counted in
 
 Where a token lies: position p of row b is at slot `p % T` of page b, or with `block_table` ([B, max_pages] int32) at
-slot `p % T` of page `block_table[b, p // T]`. Without a table a page is a ring: positions under `lengths - T` are gone.
+slot `p % T` of page `block_table[b, p // T]`. Without a table a page is a ring: positions under `end - T` are gone,
+where `end` is `lengths`, or `lengths - n` where `k_new` is given: then storage and exact ring are those from before
+the new tokens were appended (where nothing is overwritten, as in a cache longer than the row, both read the same).
 
 Which tokens a query sees: query i of row b has position `lengths[b] - n + i`, where n is `q_lengths[b]` ([B] int32) or
 L; queries i ≥ n are padding: output 0, log-sum-exp -inf. It sees positions p with `starts[b] <= p < lengths[b]`
@@ -19,15 +21,16 @@ L; queries i ≥ n are padding: output 0, log-sum-exp -inf. It sees positions p 
 (broadcastable to [B, Hq, L, M], column = position; bool True = visible, or float added to the score) says so;
 positions ≥ M are not seen. A query that sees nothing gives 0 and -inf.
 
-Exact copies stand in for stored tokens: positions ≥ lengths - n come from `k_new`, `v_new` ([B, H, L, D], [B, H, L, Dv])
-where given; the first `num_sink_tokens` visible ones (from `starts`) from slots 0, 1, … of `k_exact`, `v_exact`
-([≥B, H, E, ·]); positions p ≥ `exact_from[b]` ([B] int32) from slot `num_sink_tokens + p % R` with
+Exact copies stand in for stored tokens: positions ≥ lengths - n come from `k_new`, `v_new` ([B, H, L, D] and
+[B, H, L, Dv]) where given; the first `num_sink_tokens` ones (from `starts`) from slots 0, 1, … of `k_exact`, `v_exact`
+([≥B, H, E, ·]); positions p ≥ `exact_from[b]` ([B] int32, at least `end - R`) from slot `num_sink_tokens + p % R` with
 `R = E - num_sink_tokens - 1` (the last slot takes writes that nobody reads). All other positions come from storage.
 
 Scores: `softcap(scale · q·k)` with `softcap(s) = c · tanh(s / c)` for c > 0 (Gemma 2), then the mask. Stored K may be
 shifted and transformed: stored keys meet `q_stored` ([B, Hq, L, D], default q) and their product gets `stored_bias`
 ([B, Hq, L] float32, = q·μ) added before scaling, so exact and stored keys stand in one softmax. `v_bias` ([H, Dv]
-float32) is added to every stored V. `sink_logits` ([Hq]) adds `exp(sink)` to each denominator (GPT-OSS).
+float32) is added to every stored V. `sink_logits` ([Hq]) adds `exp(sink)` to each denominator (GPT-OSS); the
+log-sum-exp of a query (not padding) that sees nothing is then its sink.
 
 `attention` returns `[B, Hq, L, Dv]`, contiguous, in `out_dtype` (default q's); `attention_with_lse` also the natural
 log-sum-exp of the scores, sink included, float32 `[B, Hq, L]`.
@@ -35,6 +38,7 @@ log-sum-exp of the scores, sink included, float32 `[B, Hq, L]`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -111,19 +115,51 @@ def _check(call: AttentionCall) -> None:
     checks.head_dim(head_dim, "q")
     checks.one_of(call.k_format, checks.FORMATS, "k_format")
     checks.one_of(call.v_format, checks.FORMATS, "v_format")
-    checks.one_of(call.v_scale_layout, checks.V_SCALE_LAYOUTS, "v_scale_layout")
     checks.storage(call.k_data, call.k_scales, call.k_format, "k", call.q.device)
     checks.storage(call.v_data, call.v_scales, call.v_format, "v", call.q.device)
     if call.k_data.shape[:3] != call.v_data.shape[:3]:
         raise ValueError(
-            "k_data and v_data differ in pages, heads or tokens: "
-            f"{list(call.k_data.shape)}, {list(call.v_data.shape)}"
+            f"k_data and v_data differ in pages, heads or tokens: {list(call.k_data.shape)}, {list(call.v_data.shape)}"
         )
     stored = head_dim_of(call.k_data, call.k_format)
     if stored != head_dim:
         raise ValueError(f"q has head size {head_dim}, k_data holds {stored} as {call.k_format!r}")
-    if num_heads % call.num_kv_heads:
+    checks.head_dim(call.v_head_dim, "v_data")
+    checks.scale_layout(call.v_scale_layout, call.v_scales)
+    if call.num_kv_heads == 0 or num_heads % call.num_kv_heads:
         raise ValueError(f"{num_heads} query heads cannot share {call.num_kv_heads} KV heads evenly")
+    for scale, name in ((call.k_global, "k_global"), (call.v_global, "v_global")):
+        checks.scale_shape(scale, ((call.num_kv_heads,),), name)
+    _check_numbers(call)
+    _check_rows(call, batch)
+    _check_tokens(call)
+    kv_heads = call.num_kv_heads
+    checks.bias(call.stored_bias, ((batch, num_heads, num_queries),), call.q.device, "stored_bias")
+    checks.bias(call.v_bias, ((kv_heads, call.v_head_dim),), call.q.device, "v_bias")
+    for tensor, expected, name in (
+        (call.q_stored, tuple(call.q.shape), "q_stored"),
+        (call.sink_logits, (num_heads,), "sink_logits"),
+    ):
+        if tensor is not None:
+            _check_floats(tensor, expected, call.q.device, name)
+    if call.mask is not None:
+        checks.same_device(call.mask, call.q.device, "mask")
+        _check_mask(call.mask, (batch, num_heads, num_queries))
+
+
+def _check_numbers(call: AttentionCall) -> None:
+    for number, name in ((call.softcap, "softcap"), (call.softmax_scale, "scale")):
+        if not math.isfinite(number):
+            raise ValueError(f"{name} must be finite, got {number}")
+    if call.softcap < 0 or call.num_sink_tokens < 0:
+        raise ValueError(
+            f"softcap and num_sink_tokens must not be negative, got {call.softcap} and {call.num_sink_tokens}"
+        )
+    if call.out_dtype is not None and call.out_dtype not in checks.FLOATING:
+        raise TypeError(f"out_dtype must be float32, float16 or bfloat16, got {call.out_dtype}")
+
+
+def _check_rows(call: AttentionCall, batch: int) -> None:
     for rows, name in (
         (call.lengths, "lengths"),
         (call.q_lengths, "q_lengths"),
@@ -139,33 +175,34 @@ def _check(call: AttentionCall) -> None:
             raise ValueError(f"without block_table each row needs a page: {batch} rows, {call.k_data.shape[0]} pages")
     else:
         checks.has_dtype(call.block_table, torch.int32, "block_table")
+        checks.same_device(call.block_table, call.q.device, "block_table")
         if call.block_table.ndim != 2 or call.block_table.shape[0] != batch:
             raise ValueError(f"block_table must be [{batch}, max_pages], got shape {list(call.block_table.shape)}")
-    kv_heads, v_head_dim = call.num_kv_heads, call.v_head_dim
+
+
+def _check_tokens(call: AttentionCall) -> None:
+    batch, _, num_queries, head_dim = call.q.shape
+    kv_heads, v_head_dim, device = call.num_kv_heads, call.v_head_dim, call.q.device
     _check_pair(call.k_new, call.v_new, "k_new", "v_new")
     if call.k_new is not None and call.v_new is not None:
-        checks.shape(call.k_new, (batch, kv_heads, num_queries, head_dim), "k_new")
-        checks.shape(call.v_new, (batch, kv_heads, num_queries, v_head_dim), "v_new")
+        _check_floats(call.k_new, (batch, kv_heads, num_queries, head_dim), device, "k_new")
+        _check_floats(call.v_new, (batch, kv_heads, num_queries, v_head_dim), device, "v_new")
     _check_pair(call.k_exact, call.v_exact, "k_exact", "v_exact")
     if call.k_exact is not None and call.v_exact is not None:
-        slots = call.k_exact.shape[2]
-        if call.k_exact.shape[0] < batch or slots < call.num_sink_tokens + 1:
+        if call.k_exact.ndim != 4 or call.k_exact.shape[0] < batch or call.k_exact.shape[2] <= call.num_sink_tokens:
             raise ValueError(
                 f"k_exact must be [≥{batch}, {kv_heads}, >{call.num_sink_tokens}, {head_dim}], "
                 f"got shape {list(call.k_exact.shape)}"
             )
-        checks.shape(call.k_exact, (call.k_exact.shape[0], kv_heads, slots, head_dim), "k_exact")
-        checks.shape(call.v_exact, (call.k_exact.shape[0], kv_heads, slots, v_head_dim), "v_exact")
-    if call.q_stored is not None:
-        checks.shape(call.q_stored, tuple(call.q.shape), "q_stored")
-    if call.stored_bias is not None:
-        checks.shape(call.stored_bias, (batch, num_heads, num_queries), "stored_bias")
-    if call.v_bias is not None:
-        checks.shape(call.v_bias, (kv_heads, v_head_dim), "v_bias")
-    if call.sink_logits is not None:
-        checks.shape(call.sink_logits, (num_heads,), "sink_logits")
-    if call.mask is not None:
-        _check_mask(call.mask, (batch, num_heads, num_queries))
+        rows, _, slots, _ = call.k_exact.shape
+        _check_floats(call.k_exact, (rows, kv_heads, slots, head_dim), device, "k_exact")
+        _check_floats(call.v_exact, (rows, kv_heads, slots, v_head_dim), device, "v_exact")
+
+
+def _check_floats(tensor: Tensor, expected: tuple[int, ...], device: torch.device, name: str) -> None:
+    checks.floating(tensor, name)
+    checks.shape(tensor, expected, name)
+    checks.same_device(tensor, device, name)
 
 
 def _check_pair(first: Tensor | None, second: Tensor | None, first_name: str, second_name: str) -> None:
@@ -177,8 +214,44 @@ def _check_mask(mask: Tensor, expected: tuple[int, int, int]) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"mask must be bool (True = visible) or floating point (added), got {mask.dtype}")
     lead = (1,) * (4 - mask.ndim) + tuple(mask.shape[:-1])
-    if not 1 <= mask.ndim <= 4 or any(m not in (1, n) for m, n in zip(lead, expected, strict=True)):
+    if (
+        not 1 <= mask.ndim <= 4
+        or mask.shape[-1] == 0
+        or any(m not in (1, n) for m, n in zip(lead, expected, strict=True))
+    ):
         raise ValueError(f"mask must broadcast to {list(expected)} + [M], got shape {list(mask.shape)}")
+
+
+def _check_values(call: AttentionCall) -> None:
+    """Raises ValueError for lengths, starts or pages that do not exist; where the host sees them, so on the CPU."""
+    num_queries, page_size, pages = call.q.shape[2], call.page_size, call.k_data.shape[0]
+    lengths = call.lengths.tolist()
+    counts = [num_queries] * len(lengths) if call.q_lengths is None else call.q_lengths.tolist()
+    starts = [0] * len(lengths) if call.starts is None else call.starts.tolist()
+    recent = lengths if call.exact_from is None or call.k_exact is None else call.exact_from.tolist()
+    for b, (length, count, start, exact_from) in enumerate(zip(lengths, counts, starts, recent, strict=True)):
+        if length < 0 or start < 0 or not 0 <= count <= num_queries:
+            raise ValueError(
+                f"row {b}: lengths and starts must not be negative and q_lengths lie in [0, {num_queries}], "
+                f"got {length}, {start} and {count}"
+            )
+        end = length if call.k_new is None else length - count
+        if exact_from < end - call.ring_size:
+            raise ValueError(
+                f"row {b}: exact_from must be at least {end - call.ring_size}, the oldest of the {call.ring_size} "
+                f"tokens that the exact slots hold, got {exact_from}"
+            )
+        if call.block_table is None:
+            continue
+        if end > call.capacity:
+            raise ValueError(f"row {b}: length {end} exceeds the {call.capacity} tokens its block table has room for")
+        first = start if call.k_exact is None else start + call.num_sink_tokens
+        if call.window > 0:
+            first = max(first, length - count - call.window + 1)
+        last = min(end, exact_from)
+        used = call.block_table[b, first // page_size : -(-last // page_size)].tolist() if first < last else []
+        if any(not 0 <= page < pages for page in used):
+            raise ValueError(f"row {b}: block_table must name pages in [0, {pages}), got {used}")
 
 
 def _body(*args: Any, **kwargs: Any) -> Tensor:
@@ -192,6 +265,8 @@ def _body_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    if call.q.device.type == "cpu":
+        _check_values(call)
     backend = backends.choose("attention", call.q.device, call.backend, call).name
     if backend == "triton-gluon":
         from .kernels import decode as kernel

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from .format import layout
 from .format.blocks import SCALE_RULES
 from .format.constants import BLOCK, GLOBAL_SCALE_MAX, GLOBAL_SCALE_MIN
 
@@ -14,6 +15,8 @@ FORMATS = ("nvfp4", "fp8", "block-fp4", "exact")
 """Storage formats: NVFP4; e4m3 under the global scale; FP4 blocks under a power of two; the model's own dtype."""
 
 V_SCALE_LAYOUTS = ("linear", "4token")
+
+FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def head_dim(size: int, name: str) -> None:
@@ -26,7 +29,7 @@ def head_dim(size: int, name: str) -> None:
 
 def floating(tensor: Tensor, name: str) -> None:
     """Raises TypeError unless `tensor` is float32, float16 or bfloat16."""
-    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if tensor.dtype not in FLOATING:
         raise TypeError(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
 
 
@@ -47,6 +50,24 @@ def one_of(value: str, known: tuple[str, ...], name: str) -> None:
 
 def scale_rule(rule: str) -> None:
     one_of(rule, tuple(SCALE_RULES), "scale_rule")
+
+
+def scale_layout(name: str, scales: Tensor | None) -> None:
+    """Raises ValueError unless `name` is a layout of V scales that `scales` `[..., T, S]` can have."""
+    one_of(name, V_SCALE_LAYOUTS, "scale layout")
+    if name == "4token" and scales is not None:
+        layout.check_4token(scales)
+
+
+def bias(tensor: Tensor | None, shapes: tuple[tuple[int, ...], ...], device: torch.device, name: str) -> None:
+    """Raises unless `tensor` is None, or float32 of one of `shapes` on `device`."""
+    if tensor is None:
+        return
+    has_dtype(tensor, torch.float32, name)
+    same_device(tensor, device, name)
+    if tuple(tensor.shape) not in shapes:
+        expected = " or ".join(str(list(s)) for s in shapes)
+        raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
 
 
 def shape(tensor: Tensor, expected: tuple[int, ...], name: str) -> None:
@@ -70,6 +91,13 @@ def global_scale(scale: float | Tensor, device: torch.device, name: str) -> Tens
         for value in (scale.min().item(), scale.max().item()):
             _scale_value(value, name)
     return scale
+
+
+def scale_shape(scale: Tensor, shapes: tuple[tuple[int, ...], ...], name: str) -> None:
+    """Raises ValueError unless the global scale is 0-d or of one of `shapes`."""
+    if scale.ndim and tuple(scale.shape) not in shapes:
+        expected = " or ".join(str(list(s)) for s in ((), *shapes))
+        raise ValueError(f"{name} must have shape {expected} (one, or one per KV head or row), got {list(scale.shape)}")
 
 
 def _scale_value(value: float, name: str) -> None:

@@ -9,7 +9,7 @@ from . import backends, checks
 from ._library import define
 from .call import head_dim_of
 from .format import blocks, e4m3, layout
-from .quantize import per_block, per_element
+from .quantize import check_per_head, per_block, per_element
 
 
 def dequantize(
@@ -40,8 +40,11 @@ def dequantize(
         TypeError, ValueError: dtype, shape, device or value of an argument is not as above.
     """
     checks.one_of(format, ("nvfp4", "fp8", "block-fp4"), "format")
-    checks.one_of(scale_layout, checks.V_SCALE_LAYOUTS, "scale_layout")
     checks.has_dtype(words, torch.uint8 if format == "fp8" else torch.int64, "words")
+    if words.ndim == 0:
+        raise ValueError("words must have at least one dimension")
+    if dtype not in checks.FLOATING:
+        raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
     if format == "fp8":
         if scales is not None:
             raise ValueError("format 'fp8' has no block scales; pass scales=None")
@@ -51,7 +54,11 @@ def dequantize(
         checks.has_dtype(scales, torch.uint8, "scales")
         checks.shape(scales, tuple(words.shape), "scales")
         checks.same_device(scales, words.device, "scales")
+    checks.scale_layout(scale_layout, scales)
+    head_dim = head_dim_of(words, format)
+    checks.head_dim(head_dim, "words")
     scale = checks.global_scale(global_scale, words.device, "global_scale")
+    check_per_head(scale, bias, (*words.shape[:-1], head_dim))
     out: Tensor = torch.ops.fp4kv.dequantize(
         words, scales, scale, bias=bias, dtype=dtype, format=format, scale_layout=scale_layout
     )

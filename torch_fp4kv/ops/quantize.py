@@ -38,9 +38,7 @@ def quantize(
     checks.head_dim(x.shape[-1], "x")
     checks.scale_rule(scale_rule)
     scale = checks.global_scale(global_scale, x.device, "global_scale")
-    _check_scale_shape(scale, x.shape)
-    if bias is not None:
-        _check_bias(bias, x)
+    check_per_head(scale, bias, tuple(x.shape))
     words, scales = torch.ops.fp4kv.quantize(x, scale, bias=bias, scale_rule=scale_rule)
     return words, scales
 
@@ -57,20 +55,12 @@ def per_element(bias: Tensor) -> Tensor:
     return bias.unsqueeze(-2) if bias.ndim == 2 else bias
 
 
-def _check_scale_shape(scale: Tensor, shape: torch.Size) -> None:
-    per_head = len(shape) >= 3 and tuple(scale.shape) == (shape[-3],)
-    if scale.ndim and not per_head and scale.shape != shape[:-1]:
-        raise ValueError(
-            f"global_scale must have shape [], [{shape[-3] if len(shape) >= 3 else 'H'}] (per head) or "
-            f"{list(shape[:-1])} (per row) for x of shape {list(shape)}, got {list(scale.shape)}"
-        )
-
-
-def _check_bias(bias: Tensor, x: Tensor) -> None:
-    checks.has_dtype(bias, torch.float32, "bias")
-    checks.same_device(bias, x.device, "bias")
-    if tuple(bias.shape) != (x.shape[-1],) and (x.ndim < 3 or tuple(bias.shape) != (x.shape[-3], x.shape[-1])):
-        raise ValueError(f"bias must have shape [D] or [H, D] for x of shape {list(x.shape)}, got {list(bias.shape)}")
+def check_per_head(scale: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raises unless `scale` is `[]`, `[H]` or one per row, and `bias` None, `[D]` or `[H, D]`, for x of `shape`."""
+    per_head = ((shape[-3],),) if len(shape) >= 3 else ()
+    checks.scale_shape(scale, (*per_head, shape[:-1]), "global_scale")
+    head_biases = ((shape[-3], shape[-1]),) if len(shape) >= 3 else ()
+    checks.bias(bias, ((shape[-1],), *head_biases), scale.device, "bias")
 
 
 def _body(

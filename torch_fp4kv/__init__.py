@@ -1,5 +1,45 @@
 """FP4 KV cache for any PyTorch model: NVFP4 ops, Inductor lowerings and caches for `torch.compile`."""
 
-from .ops import append, attention, dequantize, explain, from_packed, quantize, to_packed
+from typing import Any
 
-__all__ = ["append", "attention", "dequantize", "explain", "from_packed", "quantize", "to_packed"]
+from . import lowering
+from .ops import append, attention, dequantize, explain, from_packed, quantize, to_packed
+from .recipe import Recipe, get_recipe, recipes, register_recipe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NVFP4Cache",
+    "Recipe",
+    "append",
+    "attention",
+    "dequantize",
+    "explain",
+    "from_packed",
+    "get_recipe",
+    "quantize",
+    "recipes",
+    "register_attention",
+    "register_recipe",
+    "to_packed",
+]
+
+
+def register_attention() -> None:
+    """Makes `attn_implementation="fp4kv"` known to transformers; creating an `NVFP4Cache` does so too."""
+    from .cache.attention_interface import register
+
+    register()
+
+
+def __getattr__(name: str) -> Any:
+    # transformers takes seconds to import, so what needs it is imported when asked for.
+    if name == "NVFP4Cache":
+        try:
+            from .cache.hf import NVFP4Cache
+        except ModuleNotFoundError as error:
+            if error.name != "transformers":
+                raise
+            raise ImportError("NVFP4Cache needs transformers: pip install 'torch-fp4kv[hf]'") from error
+        return NVFP4Cache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""What a user holds: handles, layer storage, Hugging Face cache, `nn.Module` cache."""

@@ -1,0 +1,337 @@
+"""`NVFP4Cache`: the Hugging Face cache that keeps K and V quantised. Needs transformers 5.17 or later."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..ops.format.constants import E4M3_MAX_BITS
+from ..recipe import Recipe, get_recipe
+from . import attention_interface
+from .handle import KVHandle
+from .positions import Positions
+from .storage import RING_SLACK, LayerStorage
+
+_GROWTH = 256
+"""Tokens by which a growing cache is enlarged at least; it also grows by half, so copies stay amortised."""
+
+
+class NVFP4Layer(CacheLayerMixin):
+    """One layer's part of an `NVFP4Cache`.
+
+    Args:
+        cache: the cache it belongs to, which holds the positions.
+        recipe: how K and V are kept.
+        max_cache_len: most tokens a row can hold; None for a layer that grows.
+        sliding_window: tokens that a query of this layer sees, itself included; -1 for all.
+    """
+
+    is_croppable = True
+
+    def __init__(self, cache: NVFP4Cache, recipe: Recipe, max_cache_len: int | None, sliding_window: int = -1) -> None:
+        super().__init__()
+        self.cache = cache
+        self.max_cache_len = max_cache_len
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window > 0
+        self.is_compileable = max_cache_len is not None
+        tokens = max_cache_len or 0
+        if self.is_sliding:
+            tokens = min(tokens or sliding_window + RING_SLACK, sliding_window + RING_SLACK)
+        self.storage = LayerStorage(recipe, tokens, sliding_window)
+        self.positions: Positions | None = None
+        self.leads = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates for the batch, heads, dtype and device of `key_states` and `value_states` `[B, H, n, ·]`."""
+        if self.storage.tokens == 0:
+            self.storage.tokens = _round_up(key_states.shape[2])
+        self.storage.allocate(key_states, value_states)
+        ring = self.storage.ring_size(self.storage.recipe)
+        self.positions, self.leads = self.cache.positions_for(
+            key_states.shape[0], self.max_cache_len, ring, key_states.device
+        )
+        self.device = key_states.device
+        self.dtype = self.storage.dtype
+        self.batch_size = key_states.shape[0]
+        self.num_heads = key_states.shape[1]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Quantises and stores `key_states` `[B, H, n, D]` and `value_states` `[B, H, n, Dv]`, in place.
+
+        Returns:
+            Handles for K and V that attention reads, or tensors where the cache was made with `materialize=True`.
+
+        Raises:
+            ValueError: the tokens don't fit, or shapes don't go with what is stored; nothing was written.
+            RuntimeError: a gradient would be recorded.
+        """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise RuntimeError(
+                "a quantised KV cache is for inference, and K or V requires a gradient: "
+                "call the model under torch.no_grad() or torch.inference_mode()"
+            )
+        if not self.is_initialized or (self.storage.empty and key_states.shape[0] > self.storage.batch_size):
+            self.lazy_initialization(key_states, value_states)
+        assert self.positions is not None
+        self._check(key_states, value_states)
+        batch, num_new = key_states.shape[0], key_states.shape[2]
+        self.batch_size = batch
+        if self.leads:
+            self.positions.check_room(num_new)
+            self.positions.advance(num_new)
+        if self.max_cache_len is None and not self.is_sliding and self.positions.host_length > self.storage.tokens:
+            self.storage.grow(_round_up(max(self.positions.host_length, self.storage.tokens * 3 // 2)))
+        update = self.storage.write(key_states, value_states, self.positions)
+        if self.cache.materialize:
+            return update.keys()[:batch], update.values()[:batch]
+        return KVHandle(update, batch, is_key=True), KVHandle(update, batch, is_key=False)
+
+    def _check(self, k: Tensor, v: Tensor) -> None:
+        storage = self.storage
+        expected = (storage.k_data.shape[1], storage.head_dim, storage.v_head_dim)
+        got = (k.shape[1], k.shape[-1], v.shape[-1])
+        if got != expected or k.shape[:3] != v.shape[:3]:
+            raise ValueError(
+                f"this layer holds {expected[0]} KV heads of size {expected[1]} (K) and {expected[2]} (V); "
+                f"got K {list(k.shape)} and V {list(v.shape)}"
+            )
+        if not storage.empty and k.shape[0] != self.batch_size:
+            raise ValueError(f"the cache holds {self.batch_size} rows, got {k.shape[0]}; reset() it first")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """`(columns, offset)` of a mask: a column for each position, from 0."""
+        if self.max_cache_len is not None:
+            return self.max_cache_len, 0
+        return (0 if self.positions is None else self.positions.host_length) + query_length, 0
+
+    def get_seq_length(self) -> Any:
+        """Tokens stored: an int where the cache grows, else an int32 `[]` tensor (compiled code needs one)."""
+        if self.positions is None:
+            return 0
+        return self.positions.host_length if self.max_cache_len is None else self.positions.lengths[0]
+
+    def get_max_length(self) -> int:
+        """Most tokens a row can hold; -1 where the cache grows."""
+        return -1 if self.max_cache_len is None else self.max_cache_len
+
+    get_max_cache_shape = get_max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last `|tokens_to_remove|` tokens, given as a negative number as transformers does."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to drop, got {tokens_to_remove}")
+        if self.positions is not None and self.leads:
+            self.positions.crop(-tokens_to_remove)
+
+    def reset(self) -> None:
+        """Empties the layer; buffers and their addresses stay."""
+        self.storage.empty = True
+        if self.positions is not None and self.leads:
+            self.positions.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes the old row `beam_idx[i]`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps rows `indices` (int64), in that order."""
+        if self.positions is None:
+            return
+        indices = torch.as_tensor(indices, device=self.device)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(-1)
+        self.storage.select(indices)
+        if self.leads:
+            self.positions.select(indices)
+        self.batch_size = self.storage.batch_size
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows, next to each other."""
+        if self.positions is not None:
+            self.batch_select_indices(torch.arange(self.batch_size, device=self.device).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        """Moves what is stored to the CPU."""
+        if self.is_initialized:
+            self.storage.to("cpu")
+
+    def prefetch(self) -> None:
+        """Moves what is stored back to the layer's device."""
+        if self.is_initialized and self.storage.k_data.device != self.device:
+            self.storage.to(self.device)
+
+
+class NVFP4Cache(Cache):
+    """A KV cache in NVFP4 for any Hugging Face decoder: `model.generate(**inputs, past_key_values=NVFP4Cache(config))`.
+
+    Args:
+        config: the model's config.
+        max_cache_len: most tokens a row can hold. Given, the cache is static: made for `torch.compile` and CUDA graphs
+            (`generate` compiles decoding on a GPU by itself). Without it the cache grows, for eager use.
+        recipe: name of a recipe or a `Recipe`; see `torch_fp4kv.recipes()`.
+        materialize: `update` returns dequantised tensors, for models that do more with K and V than attend.
+        **overrides: fields of `Recipe` to replace, such as `exact_window=128`.
+
+    Raises:
+        ValueError: unknown recipe, `max_cache_len` not positive, or a layer type that cannot be kept this way.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        max_cache_len: int | None = None,
+        recipe: str | Recipe = "nvfp4",
+        materialize: bool = False,
+        **overrides: Any,
+    ) -> None:
+        if max_cache_len is not None and max_cache_len <= 0:
+            raise ValueError(f"max_cache_len must be positive, got {max_cache_len}")
+        self.recipe = get_recipe(recipe, **overrides)
+        self.materialize = materialize
+        self._starts: Tensor | None = None
+        self._positions: dict[tuple[torch.device, int], Positions] = {}
+        self._padding_known = False
+        self._saturation_reported = False
+        layers = [
+            NVFP4Layer(self, self.recipe, max_cache_len, window)
+            for window in _sliding_windows(config.get_text_config(decoder=True))
+        ]
+        super().__init__(layers=layers)
+        attention_interface.register()
+
+    def positions_for(
+        self, batch: int, capacity: int | None, ring: int, device: torch.device
+    ) -> tuple[Positions, bool]:
+        """The positions that layers on `device` with such a ring share, and whether the caller is the layer that
+        advances them: the one that asks first."""
+        key = (device, ring)
+        known = self._positions.get(key)
+        if known is not None and known.batch_size >= batch:
+            return known, False
+        self._positions[key] = Positions(batch, capacity, ring, device)
+        self._apply_padding(self._positions[key])
+        return self._positions[key], True
+
+    def set_padding(self, attention_mask: Tensor) -> None:
+        """Tells the cache which tokens of the prompt are left padding, before the first `update`.
+
+        Args:
+            attention_mask: `[B, n]`, 0 for padding on the left of each row. Padding is then left out of statistics,
+                and each row keeps *its* first tokens exact.
+
+        Raises:
+            ValueError: a row has padding elsewhere than on the left, or tokens are stored already.
+        """
+        if not self.is_empty:
+            raise ValueError("set_padding comes before the first tokens: the cache holds some; reset() it first")
+        visible = attention_mask.to(torch.bool)
+        starts = (~visible).sum(-1)
+        index = torch.arange(visible.shape[-1], device=visible.device)
+        if bool((visible != (index >= starts[:, None])).any()):
+            raise ValueError("set_padding takes padding on the left only; a row of the mask has a 0 after a 1")
+        self._starts = starts if bool((starts > 0).any()) else None
+        for positions in self._positions.values():
+            self._apply_padding(positions)
+
+    def _apply_padding(self, positions: Positions) -> None:
+        if self._starts is not None:
+            positions.set_starts(self._starts)
+
+    def knows_padding(self, attention_mask: Tensor | None, q_length: int) -> bool:
+        """Whether attention of the next `q_length` tokens needs no mask for padding.
+
+        True without a mask; for a mask of a prompt that has padding on the left only, which is noted; and for each
+        later token, which is none. A prompt's mask is read on the host, so a compiled prefill keeps its mask.
+        """
+        if attention_mask is None:
+            return True
+        if q_length == 1 and not self.is_empty:
+            return self._padding_known
+        if torch.compiler.is_compiling():
+            return False
+        self._padding_known = False
+        if self.is_empty and attention_mask.shape[-1] == q_length:
+            try:
+                self.set_padding(attention_mask)
+            except ValueError:
+                return False
+            self._padding_known = True
+        elif self._starts is None and bool(attention_mask.all()):
+            self._padding_known = True
+        return self._padding_known
+
+    @property
+    def is_empty(self) -> bool:
+        """No token has been stored since the last reset."""
+        return all(layer.storage.empty for layer in self.layers)
+
+    def reset(self) -> None:
+        """Empties the cache; buffers and their addresses stay, scales are chosen anew."""
+        super().reset()
+        self._starts = None
+        self._padding_known = False
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        attention_interface.note_cache(self)
+        return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
+
+    def nbytes(self) -> int:
+        """Bytes of all layers' state, exact copies included."""
+        return sum(layer.storage.nbytes() for layer in self.layers if layer.is_initialized)
+
+    def check(self) -> None:
+        """Looks for what only the device knows (synchronises): raises if a row outgrew the capacity, and warns once if
+        tokens were so much larger than the first ones that their scales saturated.
+
+        Raises:
+            RuntimeError: a row grew past `max_cache_len`.
+        """
+        for positions in self._positions.values():
+            positions.check()
+        if self._saturation_reported:
+            return
+        saturated = sum(
+            _saturated_blocks(layer.storage, layer.positions.lengths) for layer in self.layers if layer.is_initialized
+        )
+        if saturated:
+            self._saturation_reported = True
+            warnings.warn(
+                f"{saturated} blocks of K or V exceeded the scale chosen from the first tokens and were clipped",
+                stacklevel=2,
+            )
+
+
+def _saturated_blocks(storage: LayerStorage, lengths: Tensor) -> int:
+    count = 0
+    written = torch.arange(storage.tokens, device=lengths.device) < lengths[:, None]
+    for scales, kind in ((storage.k_scales, storage.recipe.k_format), (storage.v_scales, storage.recipe.v_format)):
+        if scales is not None and kind == "nvfp4":
+            count += int(((scales == E4M3_MAX_BITS) & written[:, None, :, None]).sum())
+    return count
+
+
+def _sliding_windows(config: Any) -> list[int]:
+    """The sliding window of each layer, -1 for full attention."""
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if types is None:
+        types = ["sliding_attention" if window is not None else "full_attention"] * config.num_hidden_layers
+    windows = []
+    for index, kind in enumerate(types):
+        if kind == "sliding_attention":
+            windows.append(int(window))
+        elif kind in ("full_attention", "chunked_attention"):
+            windows.append(-1)
+        else:
+            raise ValueError(f"layer {index} is {kind!r}: NVFP4Cache keeps full, sliding and chunked attention layers")
+    return windows
+
+
+def _round_up(tokens: int) -> int:
+    return -(-tokens // _GROWTH) * _GROWTH

@@ -1,0 +1,141 @@
+"""Where each row of a cache stands: shared by its layers, advanced once a step, on the device.
+
+Shapes: B rows, n new tokens, T tokens a row of a layer can hold, R exact ring slots, S sinks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .buffers import allocate
+
+
+class Positions:
+    """Lengths, first visible positions and the exact window's start of each row, int32 `[B]` with fixed addresses.
+
+    Args:
+        capacity: most tokens a row may hold; None where the cache grows.
+        ring: R, slots of the exact ring.
+
+    Attributes:
+        lengths: tokens of each row.
+        starts: first visible position of each row; all 0 unless `padded`.
+        exact_from: oldest position the exact ring holds; `exact_before` its value before the last `advance`.
+        host_length: the longest row, known on the host; kept only where the cache grows.
+        overflowed: bool `[]`, sticky: a row outgrew the capacity.
+    """
+
+    def __init__(self, batch: int, capacity: int | None, ring: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.ring = ring
+        self.lengths = allocate((batch,), torch.int32, device)
+        self.starts = allocate((batch,), torch.int32, device)
+        self.exact_from = allocate((batch,), torch.int32, device)
+        self.exact_before = allocate((batch,), torch.int32, device)
+        self.padded = False
+        self.host_length = 0
+        self.overflowed = allocate((), torch.bool, device)
+        self._slots: dict[tuple[int, int, int, int], tuple[Tensor, Tensor | None]] = {}
+
+    @property
+    def batch_size(self) -> int:
+        return self.lengths.shape[0]
+
+    def check_room(self, num_new: int) -> None:
+        """Raises ValueError before anything is written if the host can see that `num_new` tokens don't fit.
+
+        The lengths are looked at only on the CPU; on a GPU an overflow during decode sets `overflowed`, which
+        `check` reports.
+        """
+        if self.capacity is None:
+            return
+        stored = 0
+        if self.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+            stored = int(self.lengths.max())
+        if stored + num_new > self.capacity:
+            held = f" after {stored} stored" if stored else ""
+            raise ValueError(f"{num_new} tokens{held} exceed max_cache_len={self.capacity}; nothing was written")
+
+    def check(self) -> None:
+        """Raises RuntimeError if a row has grown past the capacity (synchronises)."""
+        if bool(self.overflowed):
+            raise RuntimeError(
+                f"the cache overflowed: a row grew past max_cache_len={self.capacity}, and what it holds since is "
+                "wrong; reset() it and use a larger max_cache_len"
+            )
+
+    def advance(self, num_new: int) -> None:
+        """Adds `num_new` tokens to every row."""
+        self.lengths.add_(num_new)
+        if self.capacity is None:
+            self.host_length += num_new
+        if self.ring:
+            self.exact_before.copy_(self.exact_from)
+            self.exact_from.copy_(torch.maximum(self.exact_from, self.lengths - self.ring))
+        if self.capacity is not None:
+            self.overflowed.logical_or_((self.lengths > self.capacity).any())
+        self._slots.clear()
+
+    def slots(self, batch: int, num_new: int, tokens: int, num_sinks: int) -> tuple[Tensor, Tensor | None]:
+        """`(slots, exact_slots)`, int64 `[batch, n]`, of the last `num_new` tokens, in a layer of `tokens` a row.
+
+        `exact_slots` is None without an exact overlay; tokens that the overlay does not keep go to its scratch slot.
+        """
+        if torch.compiler.is_compiling():
+            return self._compute_slots(batch, num_new, tokens, num_sinks)
+        key = (batch, num_new, tokens, num_sinks)
+        if key not in self._slots:
+            self._slots[key] = self._compute_slots(*key)
+        return self._slots[key]
+
+    def _compute_slots(self, batch: int, num_new: int, tokens: int, num_sinks: int) -> tuple[Tensor, Tensor | None]:
+        lengths = self.lengths[:batch, None].to(torch.int64)
+        index = torch.arange(num_new, device=lengths.device)
+        position = lengths - num_new + index
+        row = torch.arange(batch, device=lengths.device)[:, None] * tokens
+        # A row that overflowed a cache without a ring stays in its own page; `overflowed` tells.
+        wraps = self.capacity is None or tokens < self.capacity
+        slots = row + (position % tokens if wraps else position.clamp(max=tokens - 1))
+        if not self.ring and not num_sinks:
+            return slots, None
+        scratch = num_sinks + self.ring
+        exact = torch.full_like(position, scratch)
+        if self.ring:
+            exact = torch.where(position >= lengths - self.ring, num_sinks + position % self.ring, exact)
+        if num_sinks:
+            from_start = position - self.starts[:batch, None]
+            exact = torch.where((from_start >= 0) & (from_start < num_sinks), from_start, exact)
+        return slots, exact
+
+    def crop(self, num_tokens: int) -> None:
+        """Drops the last `num_tokens` tokens of every row."""
+        self.lengths.sub_(num_tokens).clamp_(min=0)
+        self.host_length = max(0, self.host_length - num_tokens)
+        torch.minimum(self.exact_from, self.lengths, out=self.exact_from)
+        self._slots.clear()
+
+    def reset(self) -> None:
+        """Empties every row."""
+        for tensor in (self.lengths, self.starts, self.exact_from, self.overflowed):
+            tensor.zero_()
+        self.padded = False
+        self.host_length = 0
+        self._slots.clear()
+
+    def set_starts(self, starts: Tensor) -> None:
+        """Sets the first visible position of each row (int `[B']`, `B' ≤ B`), before anything is stored."""
+        self.starts[: starts.shape[0]].copy_(starts)
+        self.padded = True
+        self._slots.clear()
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps rows `rows` (int64 `[B']`), in that order; in place where the number of rows stays."""
+        for name in ("lengths", "starts", "exact_from", "exact_before"):
+            old = getattr(self, name)
+            new = old.index_select(0, rows)
+            if new.shape == old.shape:
+                old.copy_(new)
+            else:
+                setattr(self, name, allocate(tuple(new.shape), torch.int32, old.device).copy_(new))
+        self._slots.clear()

@@ -17,6 +17,7 @@ __all__ = [
     "explain",
     "from_packed",
     "get_recipe",
+    "lowering",
     "quantize",
     "recipes",
     "register_attention",

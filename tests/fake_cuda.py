@@ -1,0 +1,151 @@
+"""Inductor's CUDA code on a machine without a GPU: a driver that answers for an H200, and tensors that hold nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+PROPERTIES = types.SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=140 << 30,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    shared_memory_per_block_optin=232448,
+    gcnArchName="",
+    L2_cache_size=50 << 20,
+)
+
+
+class _Generated(Exception):
+    """Raised with the generated module in place of loading it."""
+
+
+def cuda_code(function: Callable[..., Any], *arguments: tuple[Sequence[int], torch.dtype], **options: Any) -> str:
+    """The Python module, Triton kernels included, that `torch.compile(function)` generates for an H200.
+
+    Args:
+        arguments: `(shape, dtype)` of each tensor argument of `function`, contiguous.
+        options: for `torch.compile`.
+    """
+    from torch._subclasses import FakeTensorMode
+
+    torch._dynamo.reset()
+    with _driver(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = [torch.empty(tuple(shape), dtype=dtype, device="cuda") for shape, dtype in arguments]
+        try:
+            torch.compile(function, fullgraph=True, **options)(*tensors)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, _Generated):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            return str(cause.args[0])
+    raise AssertionError("nothing was generated")
+
+
+@contextlib.contextmanager
+def _driver() -> Iterator[None]:
+    import triton
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import config
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.runtime import hints
+    from torch._subclasses import FakeTensor, fake_tensor
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    class Driver(DriverBase):
+        def __init__(self) -> None:
+            pass
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cuda", 0)
+
+        def get_benchmarker(self) -> None:
+            return None
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            return ty
+
+    def stop(code: str, *_args: Any, **_kwargs: Any) -> None:
+        raise _Generated(code)
+
+    def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        return torch.ops.aten.copy_.default(target, source, non_blocking)
+
+    properties = hints.DeviceProperties(
+        type="cuda",
+        index=0,
+        multi_processor_count=132,
+        cc=90,
+        major=9,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        warp_size=32,
+    )
+    patches = [
+        mock.patch.multiple(
+            torch.cuda,
+            get_device_properties=lambda *_a, **_k: PROPERTIES,
+            get_device_capability=lambda *_a, **_k: (9, 0),
+            get_device_name=lambda *_a, **_k: PROPERTIES.name,
+            current_device=lambda: 0,
+            is_available=lambda: True,
+            device_count=lambda: 1,
+            is_initialized=lambda: False,
+            _lazy_init=lambda: None,
+            _exchange_device=lambda _index: 0,
+            _maybe_exchange_device=lambda _index: 0,
+            get_rng_state=lambda *_a, **_k: torch.empty(0, dtype=torch.uint8),
+            set_rng_state=lambda *_a, **_k: None,
+        ),
+        mock.patch.multiple(
+            CudaInterface,
+            is_available=staticmethod(lambda: True),
+            current_device=staticmethod(lambda: 0),
+            device_count=staticmethod(lambda: 1),
+            get_compute_capability=staticmethod(lambda *_a: 90),
+        ),
+        mock.patch.multiple(
+            CudaInterface.Worker,
+            get_device_properties=staticmethod(lambda *_a: PROPERTIES),
+            current_device=staticmethod(lambda: 0),
+        ),
+        # The method's own binding asks for a CUDA device guard, which a CPU build of torch does not have.
+        mock.patch.object(FakeTensor, "copy_", copy_, create=True),
+        mock.patch.object(fake_tensor, "init_gpu_context", lambda _device: None, create=True),
+        # Its attention patterns are traced on real tensors.
+        mock.patch.object(joint_graph, "lazy_init", lambda *_a, **_k: None),
+        mock.patch.object(hints.DeviceProperties, "create", classmethod(lambda *_a: properties)),
+        mock.patch.object(PyCodeCache, "write", staticmethod(stop)),
+        config.patch(force_disable_caches=True, compile_threads=1),
+    ]
+    saved = triton.runtime.driver._active
+    triton.runtime.driver._active = Driver()
+    try:
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            yield
+    finally:
+        triton.runtime.driver._active = saved

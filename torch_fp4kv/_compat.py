@@ -1,0 +1,93 @@
+"""Private PyTorch API that this package uses, found by feature and kept in one place.
+
+Checked against torch 2.11 to 2.15. Nothing here imports `torch._inductor` before a function is called: importing it
+costs seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def inductor_is_loaded() -> bool:
+    """Whether something in this process has imported Inductor's lowerings."""
+    module = sys.modules.get("torch._inductor.lowering")
+    return module is not None and hasattr(module, "process_subgraph_nodes")
+
+
+def register_lowering(op: Any, lower: Callable[..., Any]) -> None:
+    """Makes `lower` Inductor's lowering of the overload `op`, also where Inductor has already set up a fallback."""
+    from torch._inductor import lowering
+
+    lowering.lowerings.pop(op, None)
+    lowering._maybe_layout_constraints.pop(op, None)
+    lowering.fallbacks.discard(op)
+    lowering.needs_realized_inputs.discard(op)
+    lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def fallback(op: Any) -> Callable[..., Any]:
+    """The lowering that calls `op` itself as an opaque kernel."""
+    from torch._inductor import lowering
+
+    handler: Callable[..., Any] = lowering.fallback_handler(op, add_to_fallback_set=False)
+    return handler
+
+
+def static_int(size: Any) -> int:
+    """The value of a possibly symbolic size, which the compiled code is then specialised to."""
+    from torch._inductor.virtualized import V
+
+    return int(V.graph.sizevars.guard_int(size))
+
+
+def scatter(target: Any, value: Callable[..., Any], ranges: Sequence[Any], index: Callable[..., list[Any]]) -> None:
+    """Writes `value(i)` to `target[index(i)]` in place, for each i in `ranges`; each element at most once."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    target.realize()
+    buffer = ir.ComputedBuffer(
+        name=None,
+        layout=ir.MutationLayoutSHOULDREMOVE(target),
+        data=ir.Scatter(
+            device=target.get_device(),
+            dtype=target.get_dtype(),
+            inner_fn=value,
+            ranges=list(ranges),
+            output_indexer=index,
+        ),
+    )
+    buffer.name = V.graph.register_buffer(buffer)
+    V.graph.register_operation(buffer)
+
+
+def reduction(
+    kind: str, inner: Callable[..., Any], ranges: Sequence[Any], size: int, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A realised reduction ("max" or "sum") of `inner(i, (r,))` over r < `size`."""
+    from torch._inductor import ir
+
+    result = ir.Reduction.create(
+        device=device,
+        dst_dtype=dtype,
+        src_dtype=dtype,
+        inner_fn=inner,
+        ranges=list(ranges),
+        reduction_ranges=[size],
+        reduction_type=kind,
+        reduction_hint=ir.ReductionHint.INNER,
+    )
+    result.realize()
+    return result
+
+
+def pointwise(inner: Callable[..., Any], ranges: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
+    """An elementwise result `inner(i)`, which Inductor may inline into its readers."""
+    from torch._inductor import ir
+
+    return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=list(ranges))

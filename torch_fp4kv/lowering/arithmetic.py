@@ -1,0 +1,114 @@
+"""The format's arithmetic in Inductor's `ops`: what `ops/format` says in tensors, said for one element.
+
+Same operations, same order, so the same bytes. Two things are said differently, because compilers would otherwise
+round differently: no addition follows a multiplication directly (it would become a fused multiply-add), and a division
+is done in float64 on GPUs, whose float32 division is approximate (53 bits are enough to round the quotient right).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor.virtualized import ops
+
+from ..ops.format.constants import E2M1_THRESHOLDS, E4M3_MAX
+
+F32, I32, I64 = torch.float32, torch.int32, torch.int64
+
+
+def const(value: float, dtype: torch.dtype = F32) -> Any:
+    return ops.constant(value, dtype)
+
+
+def as_float(bits: Any) -> Any:
+    """The float32 whose bits are the int32 `bits`."""
+    return ops.to_dtype_bitcast(bits, F32, I32)
+
+
+def as_bits(value: Any) -> Any:
+    """The bits of a float32, as int32."""
+    return ops.to_dtype_bitcast(value, I32, F32)
+
+
+def divide(x: Any, y: Any, device: torch.device) -> Any:
+    """float32 `x / y`, rounded to nearest."""
+    if device.type == "cpu":
+        return ops.truediv(x, y)
+    return ops.to_dtype(ops.truediv(ops.to_dtype(x, torch.float64), ops.to_dtype(y, torch.float64)), F32)
+
+
+def e4m3_encode(value: Any) -> Any:
+    """e4m3 bits (int32) of a non-negative float32; see `ops.format.e4m3.encode`."""
+    value = ops.where(ops.lt(value, const(E4M3_MAX)), value, const(E4M3_MAX))
+    bits = as_bits(value)
+    odd = ops.bitwise_and(ops.bitwise_right_shift(bits, const(20, I32)), const(1, I32))
+    rounded = ops.bitwise_right_shift(ops.add(ops.add(bits, const(0x7FFFF, I32)), odd), const(20, I32))
+    normal = ops.sub(rounded, const(120 << 3, I32))
+    subnormal = ops.to_dtype(ops.round(ops.mul(value, const(2.0**9))), I32)
+    return ops.where(ops.lt(value, const(2.0**-6)), subnormal, normal)
+
+
+def e4m3_decode(bits: Any) -> Any:
+    """float32 value of non-negative e4m3 `bits` (int32)."""
+    shifted = ops.bitwise_left_shift(bits, const(20, I32))
+    normal = as_float(ops.add(shifted, const(120 << 23, I32)))
+    subnormal = ops.mul(ops.to_dtype(bits, F32), const(2.0**-9))
+    return ops.where(ops.lt(bits, const(8, I32)), subnormal, normal)
+
+
+def e4m3_encode_signed(value: Any) -> Any:
+    """e4m3 bits with sign (int32) of a float32; NaN gives 0."""
+    value = ops.where(ops.isnan(value), const(0.0), value)
+    sign = ops.to_dtype(ops.lt(value, const(0.0)), I32)
+    return ops.bitwise_or(e4m3_encode(ops.abs(value)), ops.bitwise_left_shift(sign, const(7, I32)))
+
+
+def with_sign(magnitude: Any, code: Any, sign_bit: int) -> Any:
+    """float32 `magnitude` with bit `sign_bit` of the int32 `code` as its sign.
+
+    Set in the bits after `magnitude` was multiplied, which also keeps a following addition from being contracted.
+    """
+    sign = ops.bitwise_and(code, const(1 << sign_bit, I32))
+    return as_float(ops.bitwise_or(as_bits(magnitude), ops.bitwise_left_shift(sign, const(31 - sign_bit, I32))))
+
+
+def e2m1_encode(x: Any, bound: Any) -> Any:
+    """4-bit code (int32) of float32 `x`, where `bound` is the value of code 1.0; see `ops.format.blocks.codes`."""
+    magnitude = ops.abs(x)
+    code = const(0, I32)
+    for threshold, inclusive in E2M1_THRESHOLDS:
+        limit = ops.mul(bound, const(threshold))
+        passed = ops.ge(magnitude, limit) if inclusive else ops.gt(magnitude, limit)
+        code = ops.add(code, ops.to_dtype(passed, I32))
+    code = ops.where(ops.gt(bound, const(0.0)), code, const(0, I32))
+    negative = ops.logical_and(ops.lt(x, const(0.0)), ops.gt(code, const(0, I32)))
+    return ops.bitwise_or(code, ops.bitwise_left_shift(ops.to_dtype(negative, I32), const(3, I32)))
+
+
+def e2m1_magnitude(code: Any) -> Any:
+    """float32 magnitude of a 4-bit code (int32): 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    magnitude = ops.bitwise_and(code, const(7, I32))
+    normal = as_float(ops.add(ops.bitwise_left_shift(magnitude, const(22, I32)), const(126 << 23, I32)))
+    below_one = ops.mul(ops.to_dtype(magnitude, F32), const(0.5))
+    return ops.where(ops.lt(magnitude, const(2, I32)), below_one, normal)
+
+
+def power_of_two(exponent: Any) -> Any:
+    """float32 `2^(exponent - 127)` of an int32 in [0, 255]; see `ops.format.blocks.decode_block_fp4`."""
+    normal = ops.bitwise_left_shift(exponent, const(23, I32))
+    return as_float(ops.where(ops.eq(exponent, const(0, I32)), const(1 << 22, I32), normal))
+
+
+def block_fp4_exponent(amax: Any) -> Any:
+    """int32 `e + 127` of the smallest power of two `2^e ≥ amax / 6`, for a positive normal float32."""
+    bits = as_bits(amax)
+    above = ops.gt(ops.bitwise_and(bits, const(0x7FFFFF, I32)), const(0x400000, I32))
+    exponent = ops.sub(ops.bitwise_right_shift(bits, const(23, I32)), const(2, I32))
+    return ops.add(exponent, ops.to_dtype(above, I32))
+
+
+def nibble(word: Any, index: Any) -> Any:
+    """4-bit code (int32) number `index` (a size expression, 0 … 15) of an int64 `word`."""
+    shifted = ops.bitwise_right_shift(word, ops.index_expr(index * 4, I64))
+    return ops.bitwise_and(ops.to_dtype(shifted, I32), const(15, I32))

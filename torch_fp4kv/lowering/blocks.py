@@ -1,0 +1,117 @@
+"""Quantising blocks of 16 in Inductor IR: a max-reduction, then a sum-reduction that packs a block into one word.
+
+Both run over the same 16 elements, so Inductor fuses them, the scales, and whatever produces or stores them, into one
+kernel. Shapes: x is `[..., D]`; an index `i` is that of a block, `[..., b]`, and r counts the elements of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch._inductor.virtualized import ops
+
+from .. import _compat
+from ..ops.format.blocks import SCALE_RULES
+from ..ops.format.constants import BLOCK
+from . import arithmetic as a
+
+Index = Any
+Loader = Callable[..., Any]
+
+
+class Encoded(NamedTuple):
+    """Loaders over blocks: `words(i)` int64 and `scales(i)` int32."""
+
+    words: Loader
+    scales: Loader
+
+
+def elements(x: Any, bias: Loader | None = None) -> Loader:
+    """`element(i, r)`: element r of block i of `x`, as float32, less `bias(i, d)`."""
+    load = x.make_loader()
+
+    def element(i: Index, r: Any) -> Any:
+        d = i[-1] * BLOCK + r
+        value = ops.to_dtype(load([*i[:-1], d]), a.F32)
+        return value if bias is None else ops.sub(value, bias(i, d))
+
+    return element
+
+
+def block_ranges(x: Any) -> list[Any]:
+    """Ranges of the blocks of `x`; specialises to its D."""
+    *lead, size = x.get_size()
+    return [*lead, _compat.static_int(size) // BLOCK]
+
+
+def encode_nvfp4(
+    element: Loader, global_scale: Loader, ranges: list[Any], scale_rule: str, device: torch.device
+) -> Encoded:
+    """As `ops.format.blocks.encode`; `global_scale(i)` is the decode scale of block i."""
+    amax = _amax(element, ranges, device)
+
+    def bits(i: Index, divisor: float) -> Any:
+        inverse = a.divide(a.const(1.0), ops.mul(global_scale(i), a.const(divisor)), device)
+        return a.e4m3_encode(ops.mul(amax(i), inverse))
+
+    def bound(i: Index, scale: Any) -> Any:
+        return ops.mul(a.e4m3_decode(scale), global_scale(i))
+
+    def squared_error(divisor: float) -> Loader:
+        def inner(i: Index, r: tuple[Any]) -> Any:
+            x, one = element(i, r[0]), bound(i, bits(i, divisor))
+            code = a.e2m1_encode(x, one)
+            error = ops.sub(
+                a.with_sign(ops.mul(a.e2m1_magnitude(code), one), code, 3), ops.where(ops.isnan(x), a.const(0.0), x)
+            )
+            return ops.mul(error, error)
+
+        loader: Loader = _compat.reduction("sum", inner, ranges, BLOCK, a.F32, device).make_loader()
+        return loader
+
+    first, *others = SCALE_RULES[scale_rule]
+    errors = {divisor: squared_error(divisor) for divisor in (first, *others)} if others else {}
+
+    def scales(i: Index) -> Any:
+        best = bits(i, first)
+        error = errors[first](i) if others else None
+        for divisor in others:
+            candidate, new_error = bits(i, divisor), errors[divisor](i)
+            largest = a.e2m1_magnitude(a.e2m1_encode(amax(i), bound(i, candidate)))
+            readable = ops.le(ops.mul(largest, a.e4m3_decode(candidate)), a.const(448.0))
+            better = ops.logical_and(ops.lt(new_error, error), readable)
+            best, error = ops.where(better, candidate, best), ops.where(better, new_error, error)
+        return best
+
+    return Encoded(_pack(element, lambda i: bound(i, scales(i)), ranges, device), scales)
+
+
+def encode_block_fp4(element: Loader, ranges: list[Any], device: torch.device) -> Encoded:
+    """As `ops.format.blocks.encode_block_fp4`."""
+    amax = _amax(element, ranges, device)
+
+    def scales(i: Index) -> Any:
+        clamped = ops.minimum(ops.maximum(amax(i), a.const(2.0**-120)), a.const(2.0**120))
+        return a.block_fp4_exponent(clamped)
+
+    return Encoded(_pack(element, lambda i: a.power_of_two(scales(i)), ranges, device), scales)
+
+
+def _amax(element: Loader, ranges: list[Any], device: torch.device) -> Loader:
+    def inner(i: Index, r: tuple[Any]) -> Any:
+        x = element(i, r[0])
+        return ops.where(ops.isnan(x), a.const(0.0), ops.abs(x))
+
+    loader: Loader = _compat.reduction("max", inner, ranges, BLOCK, a.F32, device).make_loader()
+    return loader
+
+
+def _pack(element: Loader, bound: Loader, ranges: list[Any], device: torch.device) -> Loader:
+    def inner(i: Index, r: tuple[Any]) -> Any:
+        code = ops.to_dtype(a.e2m1_encode(element(i, r[0]), bound(i)), a.I64)
+        return ops.bitwise_left_shift(code, ops.index_expr(r[0] * 4, a.I64))
+
+    loader: Loader = _compat.reduction("sum", inner, ranges, BLOCK, a.I64, device).make_loader()
+    return loader

@@ -117,10 +117,9 @@ def make(
         p = torch.tensor(stored, dtype=torch.int64)
         page = torch.full_like(p, b) if table is None else table[b, p // tokens].long()
         if table is not None:
-            unused = [i for i in range(table.shape[1]) if i not in set((p // tokens).tolist())]
-            table[b, unused] = torch.tensor([-7, 2**31 - 1, 10**6], dtype=torch.int32).repeat(len(unused))[
-                : len(unused)
-            ]
+            unused = sorted(set(range(table.shape[1])) - set((p // tokens).tolist()))
+            garbage = torch.tensor([-7, 2**31 - 1, 10**6], dtype=torch.int32)
+            table[b, unused] = garbage.repeat(len(unused))[: len(unused)]
         torch_fp4kv.append(
             k_data,
             k_scales,

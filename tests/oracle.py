@@ -18,9 +18,10 @@ def attend(call: AttentionCall, dtype: torch.dtype = torch.float64) -> tuple[Ten
     batch, num_heads, num_queries, _ = call.q.shape
     out = torch.zeros(batch, num_heads, num_queries, call.v_head_dim, dtype=dtype, device=call.q.device)
     lse = torch.full((batch, num_heads, num_queries), -torch.inf, dtype=dtype, device=call.q.device)
+    pages = _pages(call)
     for b in range(batch):
         num_new = num_queries if call.q_lengths is None else int(call.q_lengths[b])
-        out[b, :, :num_new], lse[b, :, :num_new] = _row(call, b, num_new, dtype)
+        out[b, :, :num_new], lse[b, :, :num_new] = _row(call, b, pages, num_new, dtype)
     return out, lse
 
 
@@ -59,12 +60,14 @@ def check(call: AttentionCall, out: Tensor, lse: Tensor | None = None) -> None:
         assert float(error.max() if error.numel() else 0.0) <= lse_budget, f"{float(error.max())} > {lse_budget}"
 
 
-def _row(call: AttentionCall, b: int, num_new: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _row(
+    call: AttentionCall, b: int, pages: tuple[Tensor, Tensor], num_new: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     device = call.q.device
     length = int(call.lengths[b])
     start = 0 if call.starts is None else int(call.starts[b])
     positions = torch.arange(start, max(start, length), device=device)
-    k, v, exact, exists = _tokens(call, b, start, length, num_new, positions)
+    k, v, exact, exists = _tokens(call, b, pages, start, length, num_new, positions)
     k, v = (x.to(dtype).repeat_interleave(call.group, 0) for x in (k, v))
     q = call.q[b, :, :num_new].to(dtype)
     q_stored = q if call.q_stored is None else call.q_stored[b, :, :num_new].to(dtype)
@@ -99,46 +102,54 @@ def _row(call: AttentionCall, b: int, num_new: int, dtype: torch.dtype) -> tuple
 
 
 def _tokens(
-    call: AttentionCall, b: int, start: int, length: int, num_new: int, positions: Tensor
+    call: AttentionCall, b: int, pages: tuple[Tensor, Tensor], start: int, length: int, num_new: int, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """k and v `[H, t, ·]` at `positions`, whether each is an exact copy, and whether the call has it at all."""
     heads, page_size = call.k_data.shape[1:3]
-    k = torch.zeros(heads, positions.numel(), call.head_dim, dtype=torch.float64, device=positions.device)
-    v = torch.zeros(heads, positions.numel(), call.v_head_dim, dtype=torch.float64, device=positions.device)
-    exact = torch.zeros_like(positions, dtype=torch.bool)
-    exists = torch.zeros_like(positions, dtype=torch.bool)
     end = length if call.k_new is None else length - num_new
-    k_pages = values(call.k_data, call.k_scales, call.k_global, call.k_format)
+    new = positions >= end
+    sink, ring = torch.zeros_like(new), torch.zeros_like(new)
+    if call.k_exact is not None:
+        sink = ~new & (positions < start + call.num_sink_tokens)
+        if call.exact_from is not None:
+            ring = ~new & ~sink & (positions >= int(call.exact_from[b]))
+    stored = ~new & ~sink & ~ring
+    if call.block_table is None:
+        stored &= positions >= end - page_size
+    found = []
+    for page_values, exact_values, new_values, size in (
+        (pages[0], call.k_exact, call.k_new, call.head_dim),
+        (pages[1], call.v_exact, call.v_new, call.v_head_dim),
+    ):
+        x = torch.zeros(heads, positions.numel(), size, dtype=torch.float64, device=positions.device)
+        if new_values is not None:
+            x[:, new] = new_values[b, :, positions[new] - end].double()
+        if exact_values is not None:
+            x[:, sink] = exact_values[b, :, positions[sink] - start].double()
+        if ring.any():
+            x[:, ring] = exact_values[b, :, call.num_sink_tokens + positions[ring] % call.ring_size].double()
+        p = positions[stored]
+        page = torch.full_like(p, b) if call.block_table is None else call.block_table[b, p // page_size].long()
+        x[:, stored] = page_values[page, :, p % page_size].transpose(0, 1)
+        found.append(x)
+    k, v = found
+    if call.v_bias is not None:
+        v[:, stored] += call.v_bias[:, None].double()
+    return k, v, new | sink | ring, new | sink | ring | stored
+
+
+def _pages(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """All of storage in float64, without biases."""
     v_scales = call.v_scales
     if v_scales is not None and call.v_scale_layout == "4token":
         v_scales = _linear(v_scales)
-    v_pages = values(call.v_data, v_scales, call.v_global, call.v_format)
-    for i, p in enumerate(positions.tolist()):
-        if p >= end:
-            if call.k_new is not None:
-                k[:, i], v[:, i] = call.k_new[b, :, p - end], call.v_new[b, :, p - end]
-                exact[i] = exists[i] = True
-            continue
-        slot = None
-        if call.k_exact is not None:
-            if p - start < call.num_sink_tokens:
-                slot = p - start
-            elif call.exact_from is not None and p >= int(call.exact_from[b]):
-                slot = call.num_sink_tokens + p % call.ring_size
-        if slot is not None:
-            k[:, i], v[:, i] = call.k_exact[b, :, slot], call.v_exact[b, :, slot]
-            exact[i] = exists[i] = True
-        elif call.block_table is not None or p >= end - page_size:
-            page = b if call.block_table is None else int(call.block_table[b, p // page_size])
-            k[:, i], v[:, i] = k_pages[page, :, p % page_size], v_pages[page, :, p % page_size]
-            if call.v_bias is not None:
-                v[:, i] += call.v_bias
-            exists[i] = True
-    return k, v, exact, exists
+    k = values(call.k_data, call.k_scales, call.k_global, call.k_format)
+    return k.double(), values(call.v_data, v_scales, call.v_global, call.v_format).double()
 
 
 def _linear(scales: Tensor) -> Tensor:
     """V scales `[P, H, T, S]` from the 4-token layout, by its formula."""
     tokens, groups = scales.shape[2:]
-    t, s = torch.arange(tokens)[:, None], torch.arange(groups)
+    t = torch.arange(tokens, device=scales.device)[:, None]
+    s = torch.arange(groups, device=scales.device)
     return scales[:, :, t // 4 * 4 + s // (groups // 4), s % (groups // 4) * 4 + t % 4]

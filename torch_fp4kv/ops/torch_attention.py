@@ -145,7 +145,7 @@ class _RunningSoftmax:
         if stored and self.queries.call.v_bias is not None:
             v = v + self.queries.call.v_bias[:, None, :]
         # What nobody sees may hold inf or NaN (memory never written, padding), which a weight of 0 would not remove.
-        used = (weights != 0).flatten(2, 3).any(2)
+        used = ((weights != 0) & (scores != float("-inf"))).flatten(2, 3).any(2)
         v = v.masked_fill(~used.unsqueeze(-1), 0.0)
         self.total = self.total * keep + weights.sum(-1)
         product = (weights.flatten(2, 3) @ v).view(self.weighted.shape)

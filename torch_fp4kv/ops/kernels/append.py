@@ -1,0 +1,397 @@
+"""`append` on a GPU: quantise new K and V, write them into the cache and its exact ring, in one launch.
+
+Shapes: B batch, H KV heads, L new tokens a row, D head size (of K, or of V), S = D/16 blocks, P pages, T tokens a page,
+E exact slots. A program holds N blocks of one head: TOKENS tokens of S blocks, one block a thread.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..format.blocks import SCALE_RULES
+from . import nvfp4
+from .nvfp4 import FAST
+
+N = 256
+NUM_WARPS = 4
+TRANSFORM_COLUMNS = 128
+"""Columns of K that one program of a transformed append computes."""
+
+
+@triton.jit
+def _rows(tile, batch, length, TOKENS: tl.constexpr, SHORT: tl.constexpr, token):
+    """`(b, position, valid)` of `token`, int32 `[n]` within tile `tile`; b is a scalar unless SHORT."""
+    if SHORT:
+        # Rows shorter than a tile: tokens are numbered across the batch.
+        row = tile * TOKENS + token
+        b = row // length
+        position = row - b * length
+        valid = (token < TOKENS) & (b < batch)
+    else:
+        b = tl.program_id(1)
+        position = tile * TOKENS + token
+        valid = (token < TOKENS) & (position < length)
+    return b.to(tl.int64), position.to(tl.int64), valid
+
+
+@triton.jit
+def _transformed(
+    tile,
+    x,
+    x_strides,
+    bias,
+    transform,
+    head,
+    first_column,
+    batch,
+    length,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SHORT: tl.constexpr,
+    N: tl.constexpr,
+):
+    """float32 halves `[N, 8]` of `(x - bias) @ transform`: the tile's tokens, COLUMNS columns from `first_column`."""
+    TOKENS: tl.constexpr = N * 16 // COLUMNS
+    b, position, valid = _rows(tile, batch, length, TOKENS, SHORT, tl.arange(0, TOKENS))
+    source = x + head * x_strides[1] + b * x_strides[0] + position * x_strides[2]
+    column = first_column + tl.arange(0, COLUMNS)
+    product = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    for start in range(0, D, 16):
+        inner = start + tl.arange(0, 16)
+        left = tl.load(source[:, None] + inner.to(tl.int64)[None, :] * x_strides[3], mask=valid[:, None], other=0.0)
+        left = left.to(tl.float32)
+        if bias is not None:
+            left -= tl.load(bias + head * D + inner)[None, :]
+        cell = transform + head * (D * D) + inner[:, None] * D + column[None, :]
+        right = tl.load(cell, mask=(column < D)[None, :], other=0.0)
+        product = tl.dot(left, right, product, input_precision="ieee")
+    return tl.split(tl.permute(tl.reshape(product, [N, 2, 8]), (0, 2, 1)))
+
+
+@triton.jit
+def _append(
+    tile,
+    x,
+    x_strides,
+    data,
+    scales,
+    global_scale,
+    global_stride,
+    exact,
+    exact_strides,
+    bias,
+    transform,
+    slots,
+    slots_strides,
+    exact_slots,
+    exact_slots_strides,
+    batch,
+    length,
+    num_slots,
+    page_size,
+    num_exact,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DIVISORS: tl.constexpr,
+    FOUR_TOKEN: tl.constexpr,
+    SKIP_NEGATIVE: tl.constexpr,
+    SHORT: tl.constexpr,
+    N: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """One tile of K, or of V: read once, written to the exact ring as it is and to the cache quantised."""
+    S: tl.constexpr = COLUMNS // 16
+    TOKENS: tl.constexpr = N // S
+    head = (tile % HEADS).to(tl.int64)
+    tile = tile // HEADS
+    first_column = 0
+    if COLUMNS < D:
+        first_column = (tile % tl.cdiv(D, COLUMNS)) * COLUMNS
+        tile = tile // tl.cdiv(D, COLUMNS)
+    block = tl.arange(0, N)
+    b, position, valid = _rows(tile, batch, length, TOKENS, SHORT, block // S)
+    column = first_column + block % S * 16
+    if COLUMNS != D:
+        valid = valid & (column < D)
+    element = tl.arange(0, 8)[None, :]
+
+    source = (x + head * x_strides[1] + b * x_strides[0] + position * x_strides[2])[:, None]
+    source += (column[:, None] + element).to(tl.int64) * x_strides[3]
+    lo = tl.load(source, mask=valid[:, None], other=0.0)
+    hi = tl.load(source + 8 * x_strides[3], mask=valid[:, None], other=0.0)
+
+    if exact is not None:
+        ring_slot = tl.load(
+            exact_slots + b * exact_slots_strides[0] + position * exact_slots_strides[1], mask=valid, other=-1
+        )
+        # The last slot takes the writes that nobody reads: they are not made.
+        kept = (valid & (ring_slot >= 0) & (ring_slot < num_exact - 1))[:, None]
+        copy = exact + head * exact_strides[1] + b * exact_strides[0] + ring_slot * exact_strides[2] + column
+        tl.store(copy[:, None] + element, lo, mask=kept)
+        tl.store(copy[:, None] + element + 8, hi, mask=kept)
+
+    slot = tl.load(slots + b * slots_strides[0] + position * slots_strides[1], mask=valid, other=-1)
+    if not SKIP_NEGATIVE:
+        slot = tl.where(slot < 0, slot + num_slots, slot)
+    valid = valid & (slot >= 0) & (slot < num_slots)
+    slot = tl.where(valid, slot, 0)
+    if num_slots.dtype == tl.int32:
+        # A 64-bit division costs as much as quantising a block.
+        page = slot.to(tl.uint32) // page_size.to(tl.uint32)
+        offset = (slot.to(tl.uint32) - page * page_size.to(tl.uint32)).to(tl.int64)
+    else:
+        page = slot // page_size
+        offset = slot - page * page_size
+    page = page.to(tl.int64) * HEADS + head
+
+    if transform is not None:
+        lo, hi = _transformed(
+            tile, x, x_strides, bias, transform, head, first_column, batch, length, D, COLUMNS, SHORT, N
+        )
+    else:
+        lo = lo.to(tl.float32)
+        hi = hi.to(tl.float32)
+        if bias is not None:
+            shift = bias + head * D + column[:, None] + element
+            lo -= tl.load(shift)
+            hi -= tl.load(shift + 8)
+
+    if FORMAT == "nvfp4" or FORMAT == "block-fp4":
+        if FORMAT == "nvfp4":
+            word, bits = nvfp4.encode(lo, hi, tl.load(global_scale + head * global_stride), DIVISORS, FAST)
+        else:
+            word, bits = nvfp4.encode_block_fp4(lo, hi, FAST)
+        s = column // 16
+        tl.store(data + (page * page_size + offset) * (D // 16) + s, word, mask=valid)
+        if FOUR_TOKEN:
+            QUARTER: tl.constexpr = D // 64
+            scale_offset = offset // 4 * 4 + s // QUARTER
+            s = s % QUARTER * 4 + offset % 4
+        else:
+            scale_offset = offset
+        tl.store(scales + (page * page_size + scale_offset) * (D // 16) + s, bits.to(tl.uint8), mask=valid)
+    else:
+        target = (data + (page * page_size + offset) * D + column)[:, None] + element
+        if FORMAT == "fp8":
+            g = tl.load(global_scale + head * global_stride)
+            stored_lo = nvfp4.e4m3_encode_signed(tl.math.div_rn(lo, g)).to(tl.uint8)
+            stored_hi = nvfp4.e4m3_encode_signed(tl.math.div_rn(hi, g)).to(tl.uint8)
+        else:
+            stored_lo = nvfp4.round_to(lo, data.dtype.element_ty, FAST)
+            stored_hi = nvfp4.round_to(hi, data.dtype.element_ty, FAST)
+        tl.store(target, stored_lo, mask=valid[:, None])
+        tl.store(target + 8, stored_hi, mask=valid[:, None])
+
+
+@triton.jit
+def append_kernel(
+    k,
+    k_strides,
+    k_data,
+    k_scales,
+    k_global,
+    k_global_stride,
+    k_exact,
+    k_exact_strides,
+    k_bias,
+    k_transform,
+    v,
+    v_strides,
+    v_data,
+    v_scales,
+    v_global,
+    v_global_stride,
+    v_exact,
+    v_exact_strides,
+    v_bias,
+    slots,
+    slots_strides,
+    exact_slots,
+    exact_slots_strides,
+    batch,
+    length,
+    num_slots,
+    page_size,
+    num_exact,
+    num_k_tiles,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    K_COLUMNS: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    DIVISORS: tl.constexpr,
+    V_FOUR_TOKEN: tl.constexpr,
+    SKIP_NEGATIVE: tl.constexpr,
+    SHORT: tl.constexpr,
+    N: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """The first `num_k_tiles` programs take K, the others V."""
+    tile = tl.program_id(0)
+    if tile < num_k_tiles:
+        _append(
+            tile,
+            k,
+            k_strides,
+            k_data,
+            k_scales,
+            k_global,
+            k_global_stride,
+            k_exact,
+            k_exact_strides,
+            k_bias,
+            k_transform,
+            slots,
+            slots_strides,
+            exact_slots,
+            exact_slots_strides,
+            batch,
+            length,
+            num_slots,
+            page_size,
+            num_exact,
+            HEADS,
+            D,
+            K_COLUMNS,
+            K_FORMAT,
+            DIVISORS,
+            False,
+            SKIP_NEGATIVE,
+            SHORT,
+            N,
+            FAST,
+        )
+    else:
+        _append(
+            tile - num_k_tiles,
+            v,
+            v_strides,
+            v_data,
+            v_scales,
+            v_global,
+            v_global_stride,
+            v_exact,
+            v_exact_strides,
+            v_bias,
+            None,
+            slots,
+            slots_strides,
+            exact_slots,
+            exact_slots_strides,
+            batch,
+            length,
+            num_slots,
+            page_size,
+            num_exact,
+            HEADS,
+            DV,
+            DV,
+            V_FORMAT,
+            DIVISORS,
+            V_FOUR_TOKEN,
+            SKIP_NEGATIVE,
+            SHORT,
+            N,
+            FAST,
+        )
+
+
+def append(
+    k_data: Tensor,
+    k_scales: Tensor | None,
+    v_data: Tensor,
+    v_scales: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    k_global: Tensor,
+    v_global: Tensor,
+    *,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+    k_transform: Tensor | None = None,
+    k_exact: Tensor | None = None,
+    v_exact: Tensor | None = None,
+    exact_slots: Tensor | None = None,
+    skip_negative: bool = False,
+    k_format: str = "nvfp4",
+    v_format: str = "nvfp4",
+    scale_rule: str = "amax",
+    v_scale_layout: str = "linear",
+) -> None:
+    """`fp4kv::append` as one launch; arguments as in `ops/append.py`, which has checked them.
+
+    A slot outside the cache is skipped; without `skip_negative` a negative one counts from the end, as in `index_put_`.
+    """
+    assert k_data.is_contiguous() and v_data.is_contiguous()
+    batch, heads, length, head_dim = k.shape
+    v_head_dim = v.shape[3]
+    if k.numel() == 0:
+        return
+    columns = head_dim if k_transform is None else min(triton.next_power_of_2(head_dim), TRANSFORM_COLUMNS)
+    # Rows shorter than a tile share tiles, else the second grid axis is the row.
+    k_tokens, v_tokens = N * 16 // columns, N * 16 // v_head_dim
+    short = length < min(k_tokens, v_tokens)
+    tokens, rows = (batch * length, 1) if short else (length, batch)
+    k_tiles = heads * triton.cdiv(tokens, k_tokens) * triton.cdiv(head_dim, columns)
+    v_tiles = heads * triton.cdiv(tokens, v_tokens)
+    with nvfp4.on_device(k):
+        append_kernel[(k_tiles + v_tiles, rows)](
+            k,
+            k.stride(),
+            k_data,
+            k_scales,
+            k_global,
+            k_global.stride(0) if k_global.ndim else 0,
+            k_exact,
+            None if k_exact is None else _row_strides(k_exact),
+            _contiguous(k_bias),
+            _contiguous(k_transform),
+            v,
+            v.stride(),
+            v_data,
+            v_scales,
+            v_global,
+            v_global.stride(0) if v_global.ndim else 0,
+            v_exact,
+            None if v_exact is None else _row_strides(v_exact),
+            _contiguous(v_bias),
+            slots,
+            slots.stride(),
+            exact_slots,
+            None if exact_slots is None else exact_slots.stride(),
+            batch,
+            length,
+            k_data.shape[0] * k_data.shape[2],
+            k_data.shape[2],
+            0 if k_exact is None else k_exact.shape[2],
+            k_tiles,
+            HEADS=heads,
+            D=head_dim,
+            DV=v_head_dim,
+            K_COLUMNS=columns,
+            K_FORMAT=k_format,
+            V_FORMAT=v_format,
+            DIVISORS=SCALE_RULES[scale_rule],
+            V_FOUR_TOKEN=v_scale_layout == "4token",
+            SKIP_NEGATIVE=skip_negative,
+            SHORT=short,
+            N=N,
+            FAST=FAST,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+def _row_strides(exact: Tensor) -> tuple[int, int, int]:
+    assert exact.stride(3) == 1
+    return exact.stride(0), exact.stride(1), exact.stride(2)
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()

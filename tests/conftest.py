@@ -10,6 +10,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests that take minutes")
 
 
+def pytest_configure() -> None:
+    # The tensors here are small: a second thread costs more than it gives, much more on a busy machine.
+    torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skips = {}
     if not torch.cuda.is_available():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,14 +27,47 @@ class Generated:
 
     @property
     def num_kernels(self) -> int:
-        return len(re.findall(r"^\w+ = async_compile\.(?:triton|cpp_pybinding)\(", self.text, re.MULTILINE))
+        """Launches, not definitions: one kernel may be launched twice."""
+        return len(re.findall(LAUNCH, self.calls, re.MULTILINE))
+
+    @property
+    def summary(self) -> str:
+        """Kernels with what they read, write and reduce, then launches, other calls and allocations in order.
+
+        Leaves out what differs between machines: vector widths, thread counts, block sizes.
+        """
+        lines = [
+            _triton_kernel(name, source) for name, source in re.findall(TRITON, self.text, re.DOTALL | re.MULTILINE)
+        ]
+        lines += [_cpp_kernel(name, arguments) for name, arguments in re.findall(CPP, self.text, re.MULTILINE)]
+        for line in self.calls.splitlines()[1:]:
+            launch = re.match(LAUNCH, line)
+            extern = re.search(r"((?:torch\.ops|extern_kernels|aten)\.[\w.]+)\(|\w+(\.copy_)\(", line)
+            buffer = re.search(r"= empty_strided_\w+\((\([\d, ]*\)), \([\d, ]*\), torch\.(\w+)", line)
+            if launch:
+                lines.append(f"launch {launch.group(1) or launch.group(2)}")
+            elif extern:
+                lines.append(f"call {extern.group(1) or extern.group(2)}")
+            elif buffer:
+                lines.append(f"allocate {buffer.group(2)} {buffer.group(1)}")
+            elif line.startswith("runner = "):
+                break
+        return "\n".join(lines) + "\n"
 
     @property
     def allocations(self) -> list[int]:
         """Elements of each buffer that is allocated and is not an output."""
         returned = set(re.findall(r"buf\d+", self.calls[self.calls.rindex("return (") :].split("\n")[0]))
+        for new, old in reversed(re.findall(r"(buf\d+) = (buf\d+); del", self.calls)):
+            if new in returned:
+                returned.add(old)
         found = re.findall(r"(buf\d+) = empty_strided_\w+\(\(([\d, ]*)\)", self.calls)
         return [_product(shape) for name, shape in found if name not in returned]
+
+
+LAUNCH = r"\s+(triton_\w+)\.run\(|\s+(cpp_fused\w*)\("
+TRITON = r"^(triton_\w+) = async_compile\.triton\('\w+', '''(.*?)'''"
+CPP = r"^(cpp_\w+) = async_compile\.cpp_pybinding\(\[(.*?)\]"
 
 
 def generated(function: Callable[..., Any], *arguments: Any, **options: Any) -> Generated:
@@ -57,6 +91,28 @@ def compare(function: Callable[..., Any], *arguments: Any) -> None:
         if isinstance(want, Tensor):
             assert want.dtype == have.dtype and want.shape == have.shape
             torch.testing.assert_close(have, want, rtol=0, atol=0, equal_nan=True)
+
+
+def _triton_kernel(name: str, source: str) -> str:
+    signature = dict(re.findall(r"'(\w+_ptr\d+)': '\*(\w+)'", source))
+    loads = [signature[pointer] for pointer in re.findall(r"tl\.load\((\w+_ptr\d+)", source)]
+    stores = [signature[pointer] for pointer in re.findall(r"tl\.store\((\w+_ptr\d+)", source)]
+    kind = re.search(r"@triton_heuristics\.(\w+)\(", source)
+    assert kind
+    reductions = re.findall(r"= (?:triton_helpers\.|tl\.)(max2|min2|sum)\(", source)
+    return f"{kind.group(1)} {name}\n  load {_tally(loads)}\n  store {_tally(stores)}\n  reduce {_tally(reductions)}"
+
+
+def _cpp_kernel(name: str, arguments: str) -> str:
+    pointers = [argument.strip().strip("'") for argument in arguments.split(",")]
+    reads = [p.removeprefix("const ").rstrip("*") for p in pointers if p.startswith("const ") and p.endswith("*")]
+    writes = [p.rstrip("*") for p in pointers if not p.startswith("const ") and p.endswith("*")]
+    return f"cpp {name}\n  read {_tally(reads)}\n  write {_tally(writes)}"
+
+
+def _tally(names: list[str]) -> str:
+    counts = Counter(names)
+    return ", ".join(f"{counts[name]} {name}" for name in sorted(counts)) or "nothing"
 
 
 def _product(shape: str) -> int:

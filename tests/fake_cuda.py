@@ -30,11 +30,17 @@ class _Generated(Exception):
     """Raised with the generated module in place of loading it."""
 
 
-def cuda_code(function: Callable[..., Any], *arguments: tuple[Sequence[int], torch.dtype], **options: Any) -> str:
+def cuda_code(
+    function: Callable[..., Any],
+    *arguments: tuple[Sequence[int], torch.dtype],
+    dynamic_dims: dict[int, int] | None = None,
+    **options: Any,
+) -> str:
     """The Python module, Triton kernels included, that `torch.compile(function)` generates for an H200.
 
     Args:
         arguments: `(shape, dtype)` of each tensor argument of `function`, contiguous.
+        dynamic_dims: for each argument (by position) that has one its dynamic dimension.
         options: for `torch.compile`.
     """
     from torch._subclasses import FakeTensorMode
@@ -42,6 +48,8 @@ def cuda_code(function: Callable[..., Any], *arguments: tuple[Sequence[int], tor
     torch._dynamo.reset()
     with _driver(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         tensors = [torch.empty(tuple(shape), dtype=dtype, device="cuda") for shape, dtype in arguments]
+        for position, dim in (dynamic_dims or {}).items():
+            torch._dynamo.mark_dynamic(tensors[position], dim)
         try:
             torch.compile(function, fullgraph=True, **options)(*tensors)
         except Exception as error:
@@ -119,6 +127,7 @@ def _driver() -> Iterator[None]:
             get_rng_state=lambda *_a, **_k: torch.empty(0, dtype=torch.uint8),
             set_rng_state=lambda *_a, **_k: None,
         ),
+        mock.patch.object(torch.accelerator, "is_available", lambda: False),
         mock.patch.multiple(
             CudaInterface,
             is_available=staticmethod(lambda: True),

@@ -50,6 +50,11 @@ def test_quantize_bias_bytes(bias: tuple[int, ...]) -> None:
     compare(lambda x, g, b: fp4.quantize(x, g, bias=b), awkward(2, HEADS, 5, DIM), torch.tensor(0.1), torch.randn(bias))
 
 
+def test_quantize_bytes_with_a_constant_scale() -> None:
+    """Folded in float64, 6 · this scale rounds to another float32 than step by step."""
+    compare(lambda x: fp4.quantize(x, 0.017511107893000567), awkward(2, HEADS, 50, DIM))
+
+
 def test_quantize_strided_input_bytes() -> None:
     x = awkward(2, 5, HEADS, 2 * DIM)[..., DIM // 2 : DIM // 2 + DIM].transpose(1, 2)
     compare(lambda x, g: fp4.quantize(x, g), x, torch.tensor(0.02))

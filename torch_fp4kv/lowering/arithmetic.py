@@ -31,6 +31,20 @@ def as_bits(value: Any) -> Any:
     return ops.to_dtype_bitcast(value, I32, F32)
 
 
+def is_nan(value: Any) -> Any:
+    """A comparison, since Inductor's own `isnan` is not vectorised in C++."""
+    return ops.ne(value, value)
+
+
+def positive(value: Any) -> Any:
+    """A positive float32, as it is.
+
+    Where it is a constant, Inductor would fold arithmetic on it in float64, without the rounding of each step; it does
+    not fold `abs`.
+    """
+    return ops.abs(value)
+
+
 def divide(x: Any, y: Any, device: torch.device) -> Any:
     """float32 `x / y`, rounded to nearest."""
     if device.type == "cpu":
@@ -59,7 +73,7 @@ def e4m3_decode(bits: Any) -> Any:
 
 def e4m3_encode_signed(value: Any) -> Any:
     """e4m3 bits with sign (int32) of a float32; NaN gives 0."""
-    value = ops.where(ops.isnan(value), const(0.0), value)
+    value = ops.where(is_nan(value), const(0.0), value)
     sign = ops.to_dtype(ops.lt(value, const(0.0)), I32)
     return ops.bitwise_or(e4m3_encode(ops.abs(value)), ops.bitwise_left_shift(sign, const(7, I32)))
 

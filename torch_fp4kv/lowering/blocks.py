@@ -64,7 +64,7 @@ def encode_nvfp4(
             x, one = element(i, r[0]), bound(i, bits(i, divisor))
             code = a.e2m1_encode(x, one)
             error = ops.sub(
-                a.with_sign(ops.mul(a.e2m1_magnitude(code), one), code, 3), ops.where(ops.isnan(x), a.const(0.0), x)
+                a.with_sign(ops.mul(a.e2m1_magnitude(code), one), code, 3), ops.where(a.is_nan(x), a.const(0.0), x)
             )
             return ops.mul(error, error)
 
@@ -102,7 +102,7 @@ def encode_block_fp4(element: Loader, ranges: list[Any], device: torch.device) -
 def _amax(element: Loader, ranges: list[Any], device: torch.device) -> Loader:
     def inner(i: Index, r: tuple[Any]) -> Any:
         x = element(i, r[0])
-        return ops.where(ops.isnan(x), a.const(0.0), ops.abs(x))
+        return ops.where(a.is_nan(x), a.const(0.0), ops.abs(x))
 
     loader: Loader = _compat.reduction("max", inner, ranges, BLOCK, a.F32, device).make_loader()
     return loader

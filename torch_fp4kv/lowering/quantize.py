@@ -9,6 +9,7 @@ import torch
 from torch._inductor.virtualized import ops
 
 from .. import _compat
+from . import arithmetic as a
 from . import blocks
 
 
@@ -38,10 +39,10 @@ def per_block(global_scale: Any, ndim: int) -> Callable[..., Any]:
     """Loads `global_scale` (`[]`, `[H]` or per row) for block `i` of `ndim`-dimensional scales."""
     load, scale_ndim = global_scale.make_loader(), len(global_scale.get_size())
     if scale_ndim == 0:
-        return lambda i: load([])
+        return lambda i: a.positive(load([]))
     if scale_ndim == 1 and ndim >= 3:
-        return lambda i: load([i[-3]])
-    return lambda i: load(i[:-1])
+        return lambda i: a.positive(load([i[-3]]))
+    return lambda i: a.positive(load(i[:-1]))
 
 
 def per_element(bias: Any) -> Callable[..., Any]:

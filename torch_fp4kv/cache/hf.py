@@ -13,8 +13,8 @@ from ..ops.format.constants import E4M3_MAX_BITS
 from ..recipe import Recipe, get_recipe
 from . import attention_interface
 from .handle import KVHandle
-from .positions import Positions
-from .storage import RING_SLACK, LayerStorage
+from .positions import RING_SLACK, Positions
+from .storage import LayerStorage
 
 _GROWTH = 256
 """Tokens by which a growing cache is enlarged at least; it also grows by half, so copies stay amortised."""

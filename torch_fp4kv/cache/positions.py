@@ -10,18 +10,24 @@ from torch import Tensor
 
 from .buffers import allocate
 
+RING_SLACK = 16
+"""Slots of an exact ring beyond the window, so that dropping up to as many tokens (speculative decoding) loses
+nothing."""
+
 
 class Positions:
     """Lengths, first visible positions and the exact window's start of each row, int32 `[B]` with fixed addresses.
 
     Args:
         capacity: most tokens a row may hold; None where the cache grows.
-        ring: R, slots of the exact ring.
+        ring: slots of the exact ring: the window R and `RING_SLACK`, or 0.
 
     Attributes:
         lengths: tokens of each row.
         starts: first visible position of each row; all 0 unless `padded`.
-        exact_from: oldest position the exact ring holds; `exact_before` its value before the last `advance`.
+        held_from: oldest position the exact ring holds.
+        exact_from: oldest position read from the exact ring: the first of the last new tokens has R exact ones, itself
+            counted in, whatever was dropped before. `exact_before` is the same for the ring from before `advance`.
         host_length: the longest row, known on the host; kept only where the cache grows.
         overflowed: bool `[]`, sticky: a row outgrew the capacity.
     """
@@ -29,8 +35,10 @@ class Positions:
     def __init__(self, batch: int, capacity: int | None, ring: int, device: torch.device) -> None:
         self.capacity = capacity
         self.ring = ring
+        self.window = max(0, ring - RING_SLACK)
         self.lengths = allocate((batch,), torch.int32, device)
         self.starts = allocate((batch,), torch.int32, device)
+        self.held_from = allocate((batch,), torch.int32, device)
         self.exact_from = allocate((batch,), torch.int32, device)
         self.exact_before = allocate((batch,), torch.int32, device)
         self.padded = False
@@ -67,12 +75,14 @@ class Positions:
 
     def advance(self, num_new: int) -> None:
         """Adds `num_new` tokens to every row."""
+        if self.ring:
+            first = self.lengths + (1 - self.window)
+            self.exact_before.copy_(torch.maximum(self.held_from, first))
+            self.held_from.copy_(torch.maximum(self.held_from, self.lengths + (num_new - self.ring)))
+            self.exact_from.copy_(torch.maximum(self.held_from, first))
         self.lengths.add_(num_new)
         if self.capacity is None:
             self.host_length += num_new
-        if self.ring:
-            self.exact_before.copy_(self.exact_from)
-            self.exact_from.copy_(torch.maximum(self.exact_from, self.lengths - self.ring))
         if self.capacity is not None:
             self.overflowed.logical_or_((self.lengths > self.capacity).any())
         self._slots.clear()
@@ -112,12 +122,12 @@ class Positions:
         """Drops the last `num_tokens` tokens of every row."""
         self.lengths.sub_(num_tokens).clamp_(min=0)
         self.host_length = max(0, self.host_length - num_tokens)
-        torch.minimum(self.exact_from, self.lengths, out=self.exact_from)
+        torch.minimum(self.held_from, self.lengths, out=self.held_from)
         self._slots.clear()
 
     def reset(self) -> None:
         """Empties every row."""
-        for tensor in (self.lengths, self.starts, self.exact_from, self.overflowed):
+        for tensor in (self.lengths, self.starts, self.held_from, self.overflowed):
             tensor.zero_()
         self.padded = False
         self.host_length = 0
@@ -131,7 +141,7 @@ class Positions:
 
     def select(self, rows: Tensor) -> None:
         """Keeps rows `rows` (int64 `[B']`), in that order; in place where the number of rows stays."""
-        for name in ("lengths", "starts", "exact_from", "exact_before"):
+        for name in ("lengths", "starts", "held_from", "exact_from", "exact_before"):
             old = getattr(self, name)
             new = old.index_select(0, rows)
             if new.shape == old.shape:

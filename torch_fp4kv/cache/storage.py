@@ -21,11 +21,8 @@ from ..ops.format.constants import BLOCK
 from ..recipe import Recipe
 from ..scales import choose_global_scale
 from .buffers import allocate
-from .positions import Positions
+from .positions import RING_SLACK, Positions
 from .transform import hadamard
-
-RING_SLACK = 16
-"""Slots beyond the window, so that dropping up to as many tokens (speculative decoding) loses nothing."""
 
 MAX_DECODE_TOKENS = 16
 """Up to as many new tokens read their own K and V from the cache; more are a prefill and see each other exactly."""
@@ -125,14 +122,15 @@ class LayerStorage:
         if self.q_transform is None:
             return None
         grouped = q.to(torch.float32).unflatten(1, (self.q_transform.shape[0], -1))
-        return (grouped @ self.q_transform[:, None]).flatten(1, 2).to(q.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            return (grouped @ self.q_transform[:, None]).flatten(1, 2).to(q.dtype)
 
     def query_bias(self, q: Tensor) -> Tensor | None:
         """float32 `[B, Hq, n]`: `q · k_bias`, what the shift took from the score of stored K."""
         if self.k_bias is None:
             return None
         grouped = q.to(torch.float32).unflatten(1, (self.k_bias.shape[0], -1))
-        return (grouped @ self.k_bias[:, None, :, None]).squeeze(-1).flatten(1, 2)
+        return (grouped * self.k_bias[:, None, None, :]).sum(-1).flatten(1, 2)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that holds state, by name."""

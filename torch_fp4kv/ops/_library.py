@@ -29,7 +29,7 @@ def define(schema: str, *, body: Callable[..., Any], fake: Callable[..., Any]) -
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, _inference_only(name, body), "CompositeExplicitAutograd")
+    LIBRARY.impl(name, _inference_only(name, _full_precision(body)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", _inference_only(name, _traced(fake)), lib=LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
@@ -45,6 +45,19 @@ def _inference_only(name: str, function: Callable[..., Any]) -> Callable[..., An
         return function(*args, **kwargs)
 
     return guarded
+
+
+def _full_precision(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Autocast would turn the body's float32 products into half precision."""
+
+    def exact(*args: Any, **kwargs: Any) -> Any:
+        device = args[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return body(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return body(*args, **kwargs)
+
+    return exact
 
 
 def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:

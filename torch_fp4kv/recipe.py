@@ -160,9 +160,7 @@ class Recipe:
 
     def to_json(self) -> str:
         """The recipe as JSON text, calibration included; fields that have their default are left out."""
-        fields = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
-        }
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
         if self.layers:
             fields["layers"] = [{"layer": selector, **dict(changes)} for selector, changes in self.layers]
         if self.calibration:

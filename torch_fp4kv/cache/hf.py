@@ -124,8 +124,6 @@ class NVFP4Layer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drops the last `|tokens_to_remove|` tokens, given as a negative number as transformers does."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes minus the number of tokens to drop, got {tokens_to_remove}")
         if self.positions is not None and self.leads:
             self.positions.crop(-tokens_to_remove)
 
@@ -174,12 +172,13 @@ class NVFP4Cache(Cache):
         config: the model's config.
         max_cache_len: most tokens a row can hold. Given, the cache is static: made for `torch.compile` and CUDA graphs
             (`generate` compiles decoding on a GPU by itself). Without it the cache grows, for eager use.
-        recipe: name of a recipe or a `Recipe`; see `torch_fp4kv.recipes()`.
+        recipe: name of a recipe or a `Recipe`; see `torch_fp4kv.recipes()` and docs/recipes.md.
         materialize: `update` returns dequantised tensors, for models that do more with K and V than attend.
-        **overrides: fields of `Recipe` to replace, such as `exact_window=128`.
+        **overrides: fields of `Recipe` to replace, such as `exact_window=128` or `layers={"sliding": "bf16"}`.
 
     Raises:
-        ValueError: unknown recipe, `max_cache_len` not positive, or a layer type that cannot be kept this way.
+        ValueError: unknown recipe, one that needs a calibration it has not or has one for another number of layers,
+            `max_cache_len` not positive, or a layer type that cannot be kept this way.
     """
 
     def __init__(
@@ -198,9 +197,11 @@ class NVFP4Cache(Cache):
         self._positions: dict[tuple[torch.device, int], Positions] = {}
         self._padding_known = False
         self._saturation_reported = False
+        kinds = layer_kinds(config.get_text_config(decoder=True))
+        self.recipe.check_layers(len(kinds))
         layers = [
-            NVFP4Layer(self, self.recipe, max_cache_len, window)
-            for window in _sliding_windows(config.get_text_config(decoder=True))
+            NVFP4Layer(self, self.recipe.for_layer(index, kind), max_cache_len, window)
+            for index, (kind, window) in enumerate(kinds)
         ]
         super().__init__(layers=layers)
         attention_interface.register()
@@ -281,6 +282,25 @@ class NVFP4Cache(Cache):
         attention_interface.note_cache(self)
         return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last `|tokens_to_remove|` tokens of every row, given as a negative number as transformers does.
+
+        Raises:
+            ValueError: the number is positive.
+            RuntimeError: a sliding layer has overwritten tokens that would be seen again: its ring holds 16 tokens
+                more than its window. Nothing was dropped.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to drop, got {tokens_to_remove}")
+        for index, layer in enumerate(self.layers):
+            if layer.is_sliding and layer.positions is not None:
+                if not layer.positions.can_crop(-tokens_to_remove, layer.sliding_window, RING_SLACK):
+                    raise RuntimeError(
+                        f"layer {index} keeps its last {layer.sliding_window} + {RING_SLACK} tokens, so at most "
+                        f"{RING_SLACK} can be dropped, got {-tokens_to_remove}; nothing was dropped"
+                    )
+        super().crop(tokens_to_remove)
+
     def nbytes(self) -> int:
         """Bytes of all layers' state, exact copies included."""
         return sum(layer.storage.nbytes() for layer in self.layers if layer.is_initialized)
@@ -316,21 +336,27 @@ def _saturated_blocks(storage: LayerStorage, lengths: Tensor) -> int:
     return count
 
 
-def _sliding_windows(config: Any) -> list[int]:
-    """The sliding window of each layer, -1 for full attention."""
+def layer_kinds(config: Any) -> list[tuple[str, int]]:
+    """For each layer of the text model `config`: "full", "sliding" or "chunked", and its sliding window (-1: none).
+
+    Raises:
+        ValueError: a layer is of another type.
+    """
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if types is None:
         types = ["sliding_attention" if window is not None else "full_attention"] * config.num_hidden_layers
-    windows = []
+    kinds = []
     for index, kind in enumerate(types):
         if kind == "sliding_attention":
-            windows.append(int(window))
+            if window is None:
+                raise ValueError(f"layer {index} is {kind!r} and the config has no sliding_window")
+            kinds.append(("sliding", int(window)))
         elif kind in ("full_attention", "chunked_attention"):
-            windows.append(-1)
+            kinds.append((kind.removesuffix("_attention"), -1))
         else:
             raise ValueError(f"layer {index} is {kind!r}: NVFP4Cache keeps full, sliding and chunked attention layers")
-    return windows
+    return kinds
 
 
 def _round_up(tokens: int) -> int:

@@ -18,20 +18,20 @@ from ..ops.append import append
 from ..ops.attention import attention
 from ..ops.dequantize import values
 from ..ops.format.constants import BLOCK
-from ..recipe import Recipe
+from ..recipe import LayerCalibration, Matrix, Recipe
 from ..scales import choose_global_scale
 from .buffers import allocate
 from .positions import RING_SLACK, Positions
-from .transform import hadamard
+from .transform import k_and_q_transforms
 
 MAX_DECODE_TOKENS = 16
 """Up to as many new tokens read their own K and V from the cache; more are a prefill and see each other exactly."""
 
 MIN_BIAS_TOKENS = 8
-"""Fewer first tokens give no bias."""
+"""Fewer first tokens give no bias, and without one K is not rotated."""
 
 _ROW_TENSORS = ("k_data", "k_scales", "v_data", "v_scales", "k_exact", "v_exact")
-_HEAD_TENSORS = ("k_global", "v_global", "k_bias", "k_transform", "q_transform")
+_HEAD_TENSORS = ("k_global", "v_global", "k_bias", "v_bias", "k_transform", "q_transform")
 
 
 class LayerStorage:
@@ -39,9 +39,10 @@ class LayerStorage:
 
     Attributes:
         k_data, k_scales, v_data, v_scales: as `fp4kv::append` takes them, with one page of T tokens a row.
-        k_global, v_global: float32 `[H]`, chosen from the first tokens and frozen until `reset`.
-        k_bias: float32 `[H, D]` or None; k_transform, q_transform: float32 `[H, D, D]` or None. Stored K is
-            `(k - k_bias) @ k_transform`; it meets `q @ q_transform`, and `q · k_bias` is added to the score.
+        k_global, v_global: float32 `[H]`, calibrated, or chosen from the first tokens and frozen until `reset`.
+        k_bias, v_bias: float32 `[H, D]` and `[H, Dv]` or None; k_transform, q_transform: float32 `[H, D, D]` or None.
+            Stored K is `(k - k_bias) @ k_transform`; it meets `q @ q_transform`, and `q · k_bias` is added to the
+            score. Stored V is `v - v_bias`.
         k_exact, v_exact: `[B, H, E, ·]` or None, in the model's dtype.
         empty: no token has been stored since the last reset.
     """
@@ -56,8 +57,10 @@ class LayerStorage:
         self.k_exact: Tensor | None = None
         self.v_exact: Tensor | None = None
         self.k_bias: Tensor | None = None
+        self.v_bias: Tensor | None = None
         self.k_transform: Tensor | None = None
         self.q_transform: Tensor | None = None
+        self._rotated = False
 
     @staticmethod
     def ring_size(recipe: Recipe) -> int:
@@ -68,7 +71,8 @@ class LayerStorage:
         """Allocates for K and V like `k` `[B, H, ·, D]` and `v` `[B, H, ·, Dv]` (shape, dtype and device are read).
 
         Raises:
-            ValueError: a head size is not a multiple of 16.
+            ValueError: a head size is not a multiple of 16, calibrated numbers are of another shape, or K is to be
+                rotated where V is a view of it.
         """
         checks.head_dim(k.shape[-1], "K")
         checks.head_dim(v.shape[-1], "V")
@@ -84,12 +88,35 @@ class LayerStorage:
             slots = recipe.num_sink_tokens + ring + 1
             self.k_exact = allocate((k.shape[0], heads, slots, k.shape[-1]), self.dtype, device)
             self.v_exact = allocate((k.shape[0], heads, slots, v.shape[-1]), self.dtype, device)
+        calibration = recipe.calibration[0] if recipe.calibration else LayerCalibration()
         if recipe.k_bias != "none":
             self.k_bias = allocate((heads, k.shape[-1]), torch.float32, device)
-        if recipe.rotate_k:
-            rotation = hadamard(k.shape[-1]).to(device).expand(heads, -1, -1)
-            self.k_transform = allocate(tuple(rotation.shape), torch.float32, device).copy_(rotation)
-            self.q_transform = allocate(tuple(rotation.shape), torch.float32, device).copy_(rotation)
+        if self.k_bias is not None and recipe.k_bias == "calibrated":
+            self.k_bias.copy_(_calibrated(calibration.k_bias, (heads, k.shape[-1]), "k_bias"))
+        if calibration.v_bias is not None:
+            self.v_bias = allocate((heads, v.shape[-1]), torch.float32, device)
+            self.v_bias.copy_(_calibrated(calibration.v_bias, (heads, v.shape[-1]), "v_bias"))
+        if recipe.rotate_k or recipe.equalize_k:
+            if not torch.compiler.is_compiling() and k.numel() and k.data_ptr() == v.data_ptr():
+                raise ValueError("rotate_k and equalize_k do not apply where V is a view of K (MLA)")
+            self.k_transform = allocate((heads, k.shape[-1], k.shape[-1]), torch.float32, device)
+            self.q_transform = allocate((heads, k.shape[-1], k.shape[-1]), torch.float32, device)
+            self._set_transforms(rotate=recipe.rotate_k)
+        for name in ("k_scale", "v_scale"):
+            numbers = getattr(calibration, name)
+            if numbers is not None and len(numbers) not in (1, heads):
+                raise ValueError(f"calibrated {name} must be one number or one for each of {heads} KV heads")
+
+    def _set_transforms(self, rotate: bool) -> None:
+        assert self.k_transform is not None and self.q_transform is not None
+        heads, dim, _ = self.k_transform.shape
+        factors = torch.ones(heads, dim)
+        if self.recipe.equalize_k:
+            factors = _calibrated(self.recipe.calibration[0].k_factors, (heads, dim), "k_factors")
+        k_transform, q_transform = k_and_q_transforms(factors, rotate)
+        self.k_transform.copy_(k_transform)
+        self.q_transform.copy_(q_transform)
+        self._rotated = rotate
 
     def _data(self, storage_format: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
         batch, heads, _, dim = x.shape
@@ -179,6 +206,7 @@ class LayerStorage:
             self.k_global,
             self.v_global,
             k_bias=self.k_bias,
+            v_bias=self.v_bias,
             k_transform=self.k_transform,
             k_exact=self.k_exact,
             v_exact=self.v_exact,
@@ -191,23 +219,38 @@ class LayerStorage:
         return update
 
     def _calibrate(self, k: Tensor, v: Tensor, positions: Positions) -> None:
-        """Chooses bias and global scales from the first tokens, padding left out."""
+        """Chooses bias and global scales from the first tokens, padding left out; calibrated ones stay."""
         batch, _, num_new, _ = k.shape
-        index = torch.arange(num_new, device=k.device)
-        real = positions.lengths[:batch, None] - num_new + index >= positions.starts[:batch, None]
-        stored = k.to(torch.float32)
+        age = positions.lengths[:batch, None] - num_new + torch.arange(num_new, device=k.device)
+        age = age - positions.starts[:batch, None]
+        stored, stored_v = k.to(torch.float32), v.to(torch.float32)
         if self.k_bias is not None and self.recipe.k_bias == "prompt":
-            # The first token is unlike the rest: a mean over a handful says nothing, and no bias is safe.
-            weights = real[:, None, :, None] if num_new >= MIN_BIAS_TOKENS else torch.zeros_like(real[:, None, :, None])
-            count = weights.sum().clamp(min=1)
-            finite = torch.where(weights & stored.isfinite(), stored, 0.0)
-            self.k_bias.copy_(finite.sum((0, 2)) / count)
+            enough = num_new >= MIN_BIAS_TOKENS
+            # The first tokens are unlike the rest, and sinks are kept exact anyway.
+            sinks = self.recipe.num_sink_tokens
+            first = sinks if num_new >= MIN_BIAS_TOKENS + sinks else 0
+            weights = (age >= first)[:, None, :, None] & stored.isfinite()
+            mean = torch.where(weights, stored, 0.0).sum((0, 2)) / weights.sum((0, 2)).clamp(min=1)
+            self.k_bias.copy_(mean if enough else torch.zeros_like(mean))
+            rotated = self.recipe.rotate_k and enough
+            if self.recipe.rotate_k and rotated != self._rotated:
+                self._set_transforms(rotated)
         if self.k_bias is not None:
             stored = stored - self.k_bias[:, None, :]
+        if self.v_bias is not None:
+            stored_v = stored_v - self.v_bias[:, None, :]
         if self.k_transform is not None:
-            stored = stored @ self.k_transform
-        self.k_global.copy_(choose_global_scale(stored, real))
-        self.v_global.copy_(choose_global_scale(v, real))
+            with torch.autocast(k.device.type, enabled=False):
+                stored = stored @ self.k_transform
+        calibration = self.recipe.calibration[0] if self.recipe.calibration else LayerCalibration()
+        for target, x, kind, known in (
+            (self.k_global, stored, self.recipe.k_format, calibration.k_scale),
+            (self.v_global, stored_v, self.recipe.v_format, calibration.v_scale),
+        ):
+            if known is None:
+                target.copy_(choose_global_scale(x, age >= 0, kind))
+            else:
+                target.copy_(torch.tensor(known).expand(target.shape))
 
     def _clone_rings(self, batch: int) -> Before:
         """Copies of what the next prefill overwrites: exact slots, and a sliding layer's whole ring; both are small."""
@@ -254,6 +297,14 @@ class LayerStorage:
         """Moves all state."""
         for name, tensor in list(self.tensors()):
             setattr(self, name, tensor.to(device, non_blocking=True))
+
+
+def _calibrated(numbers: Matrix | None, shape: tuple[int, int], name: str) -> Tensor:
+    """float32 `shape` of calibrated `numbers`; ValueError where they have another shape."""
+    tensor = torch.tensor(numbers, dtype=torch.float32)
+    if tensor.shape != shape:
+        raise ValueError(f"calibrated {name} must be {list(shape)} for this layer, got {list(tensor.shape)}")
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -344,6 +395,7 @@ class Update:
             num_sink_tokens=0 if k_exact is None else storage.recipe.num_sink_tokens,
             q_stored=storage.stored_query(q),
             stored_bias=storage.query_bias(q),
+            v_bias=storage.v_bias,
             mask=mask,
             sink_logits=sink_logits,
             causal=causal,
@@ -378,6 +430,8 @@ class Update:
         """V in the model's dtype, `[B, H, num_tokens, Dv]`, as `keys`."""
         storage = self.storage
         v = values(storage.v_data, storage.v_scales, storage.v_global, storage.recipe.v_format)
+        if storage.v_bias is not None:
+            v = v + storage.v_bias[:, None, :]
         return self._in_order(v, storage.v_exact, self.v_new)
 
     def _in_order(self, stored: Tensor, exact: Tensor | None, new: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotations of K."""
+"""What K is transformed by before it is stored, and the query that meets it."""
 
 from __future__ import annotations
 
@@ -16,3 +16,13 @@ def hadamard(size: int) -> Tensor:
     while matrix.shape[0] < block:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
     return torch.block_diag(*[matrix / math.sqrt(block)] * (size // block))
+
+
+def k_and_q_transforms(factors: Tensor, rotate: bool) -> tuple[Tensor, Tensor]:
+    """`(k_transform, q_transform)`, float32 `[H, D, D]`: channels multiplied by `factors` `[H, D]`, then rotated.
+
+    `(k @ k_transform) · (q @ q_transform) = k · q`, and `q_transform` transposed inverts `k_transform`.
+    """
+    dim = factors.shape[-1]
+    rotation = hadamard(dim) if rotate else torch.eye(dim)
+    return factors.unsqueeze(-1) * rotation, factors.reciprocal().unsqueeze(-1) * rotation

@@ -29,6 +29,7 @@ class Positions:
         exact_from: oldest position read from the exact ring: the first of the last new tokens has R exact ones, itself
             counted in, whatever was dropped before. `exact_before` is the same for the ring from before `advance`.
         host_length: the longest row, known on the host; kept only where the cache grows.
+        longest: what `lengths` has been at most; a crop leaves it.
         overflowed: bool `[]`, sticky: a row outgrew the capacity.
     """
 
@@ -41,6 +42,7 @@ class Positions:
         self.held_from = allocate((batch,), torch.int32, device)
         self.exact_from = allocate((batch,), torch.int32, device)
         self.exact_before = allocate((batch,), torch.int32, device)
+        self.longest = allocate((batch,), torch.int32, device)
         self.padded = False
         self.host_length = 0
         self.overflowed = allocate((), torch.bool, device)
@@ -81,9 +83,10 @@ class Positions:
             self.held_from.copy_(torch.maximum(self.held_from, self.lengths + (num_new - self.ring)))
             self.exact_from.copy_(torch.maximum(self.held_from, first))
         self.lengths.add_(num_new)
+        self.longest.copy_(torch.maximum(self.longest, self.lengths))
         if self.capacity is None:
             self.host_length += num_new
-        if self.capacity is not None:
+        else:
             self.overflowed.logical_or_((self.lengths > self.capacity).any())
         self._slots.clear()
 
@@ -118,6 +121,11 @@ class Positions:
             exact = torch.where((from_start >= 0) & (from_start < num_sinks), from_start, exact)
         return slots, exact
 
+    def can_crop(self, num_tokens: int, window: int, slack: int) -> bool:
+        """Whether a ring of `window + slack` tokens still holds what is seen after `crop(num_tokens)` (synchronises)."""
+        lost = self.longest - self.lengths + num_tokens
+        return bool(((lost <= slack) | (self.longest <= window + slack)).all())
+
     def crop(self, num_tokens: int) -> None:
         """Drops the last `num_tokens` tokens of every row."""
         self.lengths.sub_(num_tokens).clamp_(min=0)
@@ -127,7 +135,7 @@ class Positions:
 
     def reset(self) -> None:
         """Empties every row."""
-        for tensor in (self.lengths, self.starts, self.held_from, self.overflowed):
+        for tensor in (self.lengths, self.starts, self.held_from, self.longest, self.overflowed):
             tensor.zero_()
         self.padded = False
         self.host_length = 0
@@ -141,7 +149,7 @@ class Positions:
 
     def select(self, rows: Tensor) -> None:
         """Keeps rows `rows` (int64 `[B']`), in that order; in place where the number of rows stays."""
-        for name in ("lengths", "starts", "held_from", "exact_from", "exact_before"):
+        for name in ("lengths", "starts", "held_from", "exact_from", "exact_before", "longest"):
             old = getattr(self, name)
             new = old.index_select(0, rows)
             if new.shape == old.shape:

@@ -1,0 +1,270 @@
+"""Operations on a whole cache, each named after the fault that other caches had."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from hf_models import greedy, llama, prompt
+
+from torch_fp4kv import NVFP4Cache, Recipe, get_recipe, register_recipe
+
+RECIPES = pytest.mark.parametrize("recipe", ["bf16", "nvfp4-plain", "nvfp4", "k8v4"])
+CAPACITIES = pytest.mark.parametrize("capacity", [None, 64], ids=["growing", "static"])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama()
+
+
+def prefilled(model, ids, capacity, recipe):
+    cache = NVFP4Cache(model.config, capacity, recipe)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache
+
+
+def steps(model, cache, ids):
+    """Logits of three tokens fed one by one."""
+    with torch.no_grad():
+        return torch.stack([model(ids[:, i : i + 1], past_key_values=cache).logits[:, 0] for i in range(3)])
+
+
+def close(got, want):
+    """Equal but for float32 sums that another batch size orders differently."""
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def state(cache):
+    return {f"{i}.{name}": t.clone() for i, layer in enumerate(cache.layers) for name, t in layer.storage.tensors()}
+
+
+@RECIPES
+@CAPACITIES
+def test_crop_select_and_repeat_act_on_everything_stored(model, recipe, capacity):
+    """Rows that were moved about decode as rows that never were."""
+    ids, more = prompt(batch=2, tokens=22), prompt(batch=2, tokens=3, seed=5)
+    cache = prefilled(model, ids, capacity, recipe)
+    steps(model, cache, prompt(batch=2, tokens=3, seed=6))
+    cache.crop(-3)
+    want = steps(model, prefilled(model, ids, capacity, recipe), more)
+    close(steps(model, cache, more), want)
+
+    cache.crop(-3)
+    cache.batch_repeat_interleave(2)
+    close(steps(model, cache, more.repeat_interleave(2, 0)), want.repeat_interleave(2, 1))
+
+    cache.crop(-3)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    close(steps(model, cache, more.flip(0)), want.flip(1))
+
+    cache.crop(-3)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    close(steps(model, cache, more), want)
+
+
+@RECIPES
+def test_crop_within_the_slack_keeps_the_exact_window(model, recipe):
+    """Sixteen tokens dropped after a context longer than the ring: the window is what it was."""
+    ids, more = prompt(batch=1, tokens=110), prompt(batch=1, tokens=3, seed=5)
+    want = steps(model, prefilled(model, ids, 256, recipe), more)
+    cache = prefilled(model, ids, 256, recipe)
+    extra = prompt(batch=1, tokens=16, seed=6)
+    with torch.no_grad():
+        model(extra, past_key_values=cache)
+    cache.crop(-16)
+    torch.testing.assert_close(steps(model, cache, more), want, rtol=2e-2, atol=2e-2)
+
+
+def test_crop_of_a_positive_number_is_refused(model):
+    cache = prefilled(model, prompt(), 64, "nvfp4")
+    with pytest.raises(ValueError, match="minus the number of tokens"):
+        cache.crop(5)
+
+
+@RECIPES
+def test_reordered_rows_need_no_new_buffers(model, recipe):
+    cache = prefilled(model, prompt(batch=3, tokens=22), 64, recipe)
+    addresses = {name: t.data_ptr() for name, t in cache.layers[0].storage.tensors()}
+    cache.reorder_cache(torch.tensor([2, 2, 0]))
+    assert {name: t.data_ptr() for name, t in cache.layers[0].storage.tensors()} == addresses
+
+
+@RECIPES
+def test_deepcopy_shares_nothing(model, recipe):
+    ids, more = prompt(tokens=22), prompt(tokens=3, seed=5)
+    cache = prefilled(model, ids, 64, recipe)
+    twin = copy.deepcopy(cache)
+    before = state(twin)
+    want = steps(model, cache, more)
+    assert all(torch.equal(t, before[name]) for name, t in state(twin).items())
+    torch.testing.assert_close(steps(model, twin, more), want, rtol=0, atol=0)
+
+
+@RECIPES
+def test_offload_moves_everything_and_prefetch_brings_it_back(model, recipe):
+    cache = prefilled(model, prompt(tokens=22), 64, recipe)
+    before = state(cache)
+    for layer in cache.layers:
+        layer.offload()
+        assert all(t.device.type == "cpu" for _, t in layer.storage.tensors())
+        layer.prefetch()
+    assert all(torch.equal(t, before[name]) for name, t in state(cache).items())
+
+
+def test_early_initialization_allocates_everything(model):
+    cache = NVFP4Cache(model.config, 64)
+    cache.early_initialization(batch_size=2, num_heads=2, head_dim=64, dtype=torch.float32, device=torch.device("cpu"))
+    addresses = {name: t.data_ptr() for name, t in cache.layers[1].storage.tensors()}
+    assert cache.is_initialized
+    assert cache.is_empty
+    out = model.generate(prompt(), past_key_values=cache, **greedy(10))
+    assert {name: t.data_ptr() for name, t in cache.layers[1].storage.tensors()} == addresses
+    assert torch.equal(out, model.generate(prompt(), past_key_values=NVFP4Cache(model.config, 64), **greedy(10)))
+
+
+def test_one_config_serves_two_caches_of_two_models(model):
+    """A cache made from a config changes neither the config nor a later cache."""
+    before = model.config.to_dict()
+    NVFP4Cache(model.config, 64)
+    other = llama(num_hidden_layers=3)
+    assert len(NVFP4Cache(other.config, 64)) == 3
+    assert len(NVFP4Cache(model.config, 64)) == 2
+    assert model.config.to_dict() == before
+
+
+def test_the_first_real_tokens_of_a_padded_row_are_its_sinks(model):
+    cache = NVFP4Cache(model.config, 64)
+    mask = torch.ones(2, 22, dtype=torch.long)
+    mask[0, :7] = 0
+    cache.set_padding(mask)
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 2, 22, 64), torch.randn(2, 2, 22, 64)
+    cache.update(k, v, 0)
+    exact = cache.layers[0].storage.k_exact
+    assert torch.equal(exact[0, :, :4], k[0, :, 7:11])
+    assert torch.equal(exact[1, :, :4], k[1, :, :4])
+
+
+def test_padding_is_left_out_of_bias_and_scales(model):
+    mask = torch.ones(2, 22, dtype=torch.long)
+    mask[0, :7] = 0
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 2, 22, 64), torch.randn(2, 2, 22, 64)
+    caches = [NVFP4Cache(model.config, 64) for _ in range(2)]
+    for cache, noise in zip(caches, (0.0, 1e4)):
+        cache.set_padding(mask)
+        k[0, :, :7] = noise
+        cache.update(k, v, 0)
+    first, second = (cache.layers[0].storage for cache in caches)
+    assert torch.equal(first.k_global, second.k_global)
+    torch.testing.assert_close(first.k_bias, second.k_bias)
+
+
+@pytest.mark.parametrize("row", [[1, 1, 0, 1], [1, 1, 1, 0]], ids=["hole", "right"])
+def test_padding_elsewhere_than_on_the_left_is_refused(model, row):
+    with pytest.raises(ValueError, match="padding on the left only"):
+        NVFP4Cache(model.config, 64).set_padding(torch.tensor([row]))
+
+
+def test_padding_after_the_first_token_is_refused(model):
+    cache = prefilled(model, prompt(), 64, "nvfp4")
+    with pytest.raises(ValueError, match="before the first tokens"):
+        cache.set_padding(torch.ones(2, 30))
+
+
+def test_later_tokens_hundreds_of_times_larger_keep_their_precision_or_are_reported(model):
+    """A scale frozen from a quiet prompt must not clip a loud token in silence."""
+    torch.manual_seed(0)
+    cache = NVFP4Cache(model.config, 64, "nvfp4-plain")
+    quiet, loud = torch.randn(1, 2, 20, 64), 5 * torch.randn(1, 2, 1, 64)
+    cache.update(quiet, quiet, 0)
+    _, value = cache.update(loud, loud, 0)
+    cache.check()
+    stored = value.update.values()[:, :, 20:21]
+    assert (stored - loud).norm() / loud.norm() < 0.12
+    cache.update(1000 * loud, 1000 * loud, 0)
+    with pytest.warns(UserWarning, match="blocks of K or V exceeded the scale"):
+        cache.check()
+
+
+def test_check_reports_a_row_that_outgrew_the_capacity(model):
+    cache = prefilled(model, prompt(), 32, "nvfp4")
+    positions = cache.layers[0].positions
+    positions.advance(2)
+    cache.check()
+    positions.advance(1)
+    positions.crop(1)
+    with pytest.raises(RuntimeError, match="outgrew|overflowed"):
+        cache.check()
+    cache.reset()
+    cache.check()
+
+
+def test_another_batch_on_a_cache_in_use_is_refused(model):
+    cache = prefilled(model, prompt(batch=2), 64, "nvfp4")
+    with torch.no_grad(), pytest.raises(ValueError, match="holds 2 rows, got 3"):
+        model(prompt(batch=3, tokens=1), past_key_values=cache)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(3, 64), (2, 32)])
+def test_other_heads_or_sizes_are_refused_before_anything_is_written(model, heads, size):
+    cache = prefilled(model, prompt(), 64, "nvfp4")
+    before, length = state(cache), int(cache.get_seq_length())
+    with pytest.raises(ValueError, match="holds 2 KV heads of size 64"):
+        cache.update(torch.zeros(2, heads, 1, size), torch.zeros(2, heads, 1, size), 0)
+    assert int(cache.get_seq_length()) == length
+    assert all(torch.equal(t, before[name]) for name, t in state(cache).items())
+
+
+def test_a_head_size_that_is_no_multiple_of_16_is_named(model):
+    cache = NVFP4Cache(model.config, 64)
+    with pytest.raises(ValueError, match="head size 72"):
+        cache.update(torch.zeros(1, 2, 3, 72), torch.zeros(1, 2, 3, 72), 0)
+
+
+def test_nan_in_one_head_stays_there(model):
+    torch.manual_seed(0)
+    k, v = torch.randn(1, 2, 20, 64), torch.randn(1, 2, 20, 64)
+    bad = k.clone()
+    bad[0, 1, 3] = float("nan")
+    clean, dirty = (NVFP4Cache(model.config, 64, "nvfp4-plain") for _ in range(2))
+    clean.update(k, v, 0)
+    dirty.update(bad, v, 0)
+    for (name, a), (_, b) in zip(clean.layers[0].storage.tensors(), dirty.layers[0].storage.tensors()):
+        assert torch.equal(a[0, 0] if a.ndim == 4 else a[0], b[0, 0] if b.ndim == 4 else b[0]), name
+
+
+def test_bytes_are_those_of_the_format(model):
+    """Plain NVFP4 is 72 of BF16's 256 bytes at D = 128; at D = 64 the same ratio."""
+    cache = NVFP4Cache(model.config, 4096, "nvfp4-plain")
+    cache.update(torch.zeros(1, 2, 20, 64), torch.zeros(1, 2, 20, 64), 0)
+    storage = cache.layers[0].storage
+    bf16 = 2 * 2 * 4096 * 64 * 2
+    constants = 2 * 2 * 4
+    assert storage.nbytes() - constants == bf16 * 72 / 256
+
+
+def test_recipes_by_name_and_field(model):
+    assert NVFP4Cache(model.config, 64, recipe="nvfp4", exact_window=128).layers[0].storage.recipe.exact_window == 128
+    with pytest.raises(ValueError, match=r"unknown recipe 'nvfp5'; known: nvfp4, "):
+        NVFP4Cache(model.config, 64, recipe="nvfp5")
+    with pytest.raises(ValueError, match="storage dtype, not a recipe"):
+        NVFP4Cache(model.config, 64, recipe="fp4")
+    with pytest.raises(TypeError, match="no field 'windw'"):
+        NVFP4Cache(model.config, 64, windw=3)
+    name = "test-only"
+    register_recipe(name, Recipe(exact_window=8))
+    assert get_recipe(name).exact_window == 8
+    with pytest.raises(ValueError, match="exists already"):
+        register_recipe(name, Recipe())
+
+
+def test_max_cache_len_must_be_positive(model):
+    with pytest.raises(ValueError, match="max_cache_len must be positive, got 0"):
+        NVFP4Cache(model.config, 0)

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from . import lowering
+from . import compile, lowering
+from .compile import disable, enable
+from .cache.module import NVFP4KVCache
 from .ops import append, attention, dequantize, explain, from_packed, quantize, to_packed
 from .recipe import Recipe, get_recipe, recipes, register_recipe
 
@@ -10,10 +12,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "NVFP4Cache",
+    "NVFP4KVCache",
     "Recipe",
     "append",
     "attention",
+    "compile",
     "dequantize",
+    "disable",
+    "enable",
     "explain",
     "from_packed",
     "get_recipe",

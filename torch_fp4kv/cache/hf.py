@@ -280,6 +280,9 @@ class NVFP4Cache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         attention_interface.note_cache(self)
+        if not torch.compiler.is_compiling():
+            for positions in self._positions.values():
+                positions.poll()
         return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -293,12 +296,13 @@ class NVFP4Cache(Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to drop, got {tokens_to_remove}")
         for index, layer in enumerate(self.layers):
-            if layer.is_sliding and layer.positions is not None:
-                if not layer.positions.can_crop(-tokens_to_remove, layer.sliding_window, RING_SLACK):
-                    raise RuntimeError(
-                        f"layer {index} keeps its last {layer.sliding_window} + {RING_SLACK} tokens, so at most "
-                        f"{RING_SLACK} can be dropped, got {-tokens_to_remove}; nothing was dropped"
-                    )
+            if not layer.is_sliding or layer.positions is None:
+                continue
+            if not layer.positions.can_crop(-tokens_to_remove, layer.sliding_window, RING_SLACK):
+                raise RuntimeError(
+                    f"layer {index} keeps its last {layer.sliding_window} + {RING_SLACK} tokens, so at most "
+                    f"{RING_SLACK} can be dropped, got {-tokens_to_remove}; nothing was dropped"
+                )
         super().crop(tokens_to_remove)
 
     def nbytes(self) -> int:

@@ -26,8 +26,8 @@ class NVFP4KVCache(nn.Module):
         max_batch_size, max_seq_length: rows, and tokens a row can hold.
         n_heads: KV heads H.
         head_dim: head size of K, a multiple of 16.
-        v_head_dim: head size of V; `head_dim` if None.
         dtype: the model's.
+        v_head_dim: head size of V; `head_dim` if None.
         recipe, **overrides: as for `NVFP4Cache`.
     """
 
@@ -37,8 +37,9 @@ class NVFP4KVCache(nn.Module):
         max_seq_length: int,
         n_heads: int,
         head_dim: int,
-        v_head_dim: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        *,
+        v_head_dim: int | None = None,
         device: torch.device | str | None = None,
         recipe: str | Recipe = "nvfp4",
         **overrides: Any,
@@ -87,6 +88,14 @@ class NVFP4KVCache(nn.Module):
         """Empties the cache; buffers and their addresses stay."""
         self.storage.empty = True
         self.positions.reset()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NVFP4KVCache:
+        """`to` and its kin move the cache; its dtypes are part of the format and stay."""
+        super()._apply(fn, recurse)
+        device = fn(self.positions.lengths).device
+        self.storage.to(device)
+        self.positions.to(device)
+        return self
 
     def nbytes(self) -> int:
         """Bytes of all state."""

@@ -5,6 +5,8 @@ Shapes: B rows, n new tokens, T tokens a row of a layer can hold, R exact ring s
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,7 @@ class Positions:
         self.padded = False
         self.host_length = 0
         self.overflowed = allocate((), torch.bool, device)
+        self._flag: tuple[Tensor, torch.cuda.Event] | None = None
         self._slots: dict[tuple[int, int, int, int], tuple[Tensor, Tensor | None]] = {}
 
     @property
@@ -70,10 +73,29 @@ class Positions:
     def check(self) -> None:
         """Raises RuntimeError if a row has grown past the capacity (synchronises)."""
         if bool(self.overflowed):
-            raise RuntimeError(
-                f"the cache overflowed: a row grew past max_cache_len={self.capacity}, and what it holds since is "
-                "wrong; reset() it and use a larger max_cache_len"
-            )
+            self._raise_overflow()
+
+    def poll(self) -> None:
+        """As `check`, from a copy of the flag that an earlier call started: never waits for the device."""
+        if self.overflowed.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        if self._flag is None:
+            self._flag = torch.zeros((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+        flag, copied = self._flag
+        if copied.query():
+            if bool(flag):
+                self._raise_overflow()
+            flag.copy_(self.overflowed, non_blocking=True)
+            copied.record()
+
+    def _raise_overflow(self) -> NoReturn:
+        raise RuntimeError(
+            f"the cache overflowed: a row grew past max_cache_len={self.capacity}, and what it holds since is "
+            "wrong; reset() it and use a larger max_cache_len"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_flag": None, "_slots": {}}
 
     def advance(self, num_new: int) -> None:
         """Adds `num_new` tokens to every row."""
@@ -122,7 +144,7 @@ class Positions:
         return slots, exact
 
     def can_crop(self, num_tokens: int, window: int, slack: int) -> bool:
-        """Whether a ring of `window + slack` tokens still holds what is seen after `crop(num_tokens)` (synchronises)."""
+        """Whether a ring of `window + slack` tokens holds what is seen after `crop(num_tokens)` (synchronises)."""
         lost = self.longest - self.lengths + num_tokens
         return bool(((lost <= slack) | (self.longest <= window + slack)).all())
 
@@ -145,6 +167,14 @@ class Positions:
         """Sets the first visible position of each row (int `[B']`, `B' ≤ B`), before anything is stored."""
         self.starts[: starts.shape[0]].copy_(starts)
         self.padded = True
+        self._slots.clear()
+
+    def to(self, device: torch.device) -> None:
+        """Moves all state."""
+        for name, tensor in self.__dict__.copy().items():
+            if isinstance(tensor, Tensor):
+                setattr(self, name, tensor.to(device))
+        self._flag = None
         self._slots.clear()
 
     def select(self, rows: Tensor) -> None:

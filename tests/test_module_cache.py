@@ -1,0 +1,94 @@
+"""`NVFP4KVCache` in the models that people write themselves."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_fp4kv import NVFP4KVCache
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+gpt = pytest.importorskip("gpt", reason="the examples are in the checkout, not in the package")
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return gpt.Transformer().eval()
+
+
+def prompt(tokens=40):
+    return torch.randint(256, (2, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def test_exact_storage_gives_the_tokens_of_the_model_s_own_cache(model):
+    model.setup_caches(2, 128)
+    want = gpt.generate(model, prompt(), 40)
+    model.setup_caches(2, 128, functools.partial(NVFP4KVCache, recipe="bf16"))
+    assert torch.equal(gpt.generate(model, prompt(), 40), want)
+
+
+def test_compiled_decode_is_one_graph_and_equals_eager(model):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model.setup_caches(2, 128, NVFP4KVCache)
+    eager = gpt.generate(model, prompt(), 20)
+    compiled = torch.compile(model, fullgraph=True)
+    for _ in range(2):
+        for layer in model.attention:
+            layer.kv_cache.reset()
+        assert torch.equal(gpt.generate(model, prompt(), 20, step=compiled), eager)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_reset_gives_the_first_result_again(model):
+    model.setup_caches(2, 128, NVFP4KVCache)
+    first = gpt.generate(model, prompt(), 20)
+    for layer in model.attention:
+        layer.kv_cache.reset()
+    assert torch.equal(gpt.generate(model, prompt(), 20), first)
+
+
+def cache(**options):
+    return NVFP4KVCache(2, 64, 2, 32, torch.float32, **options)
+
+
+def test_positions_that_do_not_continue_are_refused_before_anything_is_written():
+    kv = cache()
+    x = torch.randn(2, 2, 20, 32)
+    kv.update(torch.arange(20), x, x)
+    before = {name: t.clone() for name, t in kv.storage.tensors()}
+    with pytest.raises(ValueError, match="input_pos starts at 5, the cache holds 20 tokens"):
+        kv.update(torch.arange(5, 6), x[:, :, :1], x[:, :, :1])
+    with pytest.raises(ValueError, match="50 tokens after 20 stored exceed max_cache_len=64"):
+        kv.update(None, x.repeat(1, 1, 3, 1)[:, :, :50], x.repeat(1, 1, 3, 1)[:, :, :50])
+    assert all(torch.equal(t, before[name]) for name, t in kv.storage.tensors())
+    assert kv.positions.lengths.tolist() == [20, 20]
+
+
+def test_moving_the_module_moves_the_cache_and_keeps_its_dtypes():
+    kv = cache().to(torch.bfloat16)
+    assert kv.storage.k_global.dtype == torch.float32
+    moved = cache().to("meta")
+    assert moved.storage.k_data.device.type == "meta"
+    assert moved.positions.lengths.device.type == "meta"
+
+
+def test_values_of_another_size():
+    kv = cache(v_head_dim=16, recipe="bf16")
+    k, v = torch.randn(2, 2, 20, 32), torch.randn(2, 2, 20, 16)
+    key, value = kv(torch.arange(20), k, v)
+    out = torch.nn.functional.scaled_dot_product_attention(torch.randn(2, 2, 20, 32), key, value, is_causal=True)
+    assert out.shape == (2, 2, 20, 16)
+
+
+def test_a_gradient_is_refused():
+    x = torch.randn(2, 2, 3, 32, requires_grad=True)
+    with pytest.raises(RuntimeError, match="for inference"):
+        cache().update(None, x, x)

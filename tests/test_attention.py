@@ -356,3 +356,17 @@ def test_strided_queries_and_inputs_are_left_alone() -> None:
     assert torch.equal(run(call, q=strided)[0], run(call)[0])
     for name, old in before.items():
         assert torch.equal(getattr(call, name), old)
+
+
+def test_page_beyond_two_to_the_31_elements() -> None:
+    pages, tokens = 2**21 + 8, 64
+    k_data, v_data = (torch.empty(pages, 1, tokens, 16, dtype=torch.uint8) for _ in range(2))
+    small = make(
+        lengths=(100,), capacity=128, page_size=64, heads=2, kv_heads=1, head_dim=16, k_format="fp8", v_format="fp8"
+    )
+    table = torch.tensor([[pages - 1, pages - 2]], dtype=torch.int32)
+    for large, data in ((k_data, small.k_data), (v_data, small.v_data)):
+        large[table[0].long()] = data[small.block_table[0].long()]
+    far = run(small, k_data=k_data, v_data=v_data, block_table=table)
+    for got, expected in zip(far, run(small)):
+        assert torch.equal(got, expected)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from compiled import compare
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_fp4kv
@@ -147,7 +148,7 @@ def test_compiled_views_and_empty_inputs(view) -> None:
 
 def test_two_sizes_compile_once() -> None:
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(lambda x, g: torch_fp4kv.quantize(x, g), fullgraph=True, backend=counter, dynamic=True)
     for tokens in (5, 63, 1000):
         x = normal(2, tokens, 32)

@@ -183,6 +183,8 @@ def _body(
     v_scale_layout: str = "linear",
     backend: str = "auto",
 ) -> None:
+    checks.scale_values(k_global, "k_global")
+    checks.scale_values(v_global, "v_global")
     if backends.choose("append", k.device, backend).name == "triton":
         from .kernels import append as kernel
 

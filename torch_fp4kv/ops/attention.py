@@ -223,7 +223,9 @@ def _check_mask(mask: Tensor, expected: tuple[int, int, int]) -> None:
 
 
 def _check_values(call: AttentionCall) -> None:
-    """Raises ValueError for lengths, starts or pages that do not exist; where the host sees them, so on the CPU."""
+    """Raises ValueError for scales, lengths, starts or pages that cannot be; on the CPU, where the host sees them."""
+    checks.scale_values(call.k_global, "k_global")
+    checks.scale_values(call.v_global, "v_global")
     num_queries, page_size, pages = call.q.shape[2], call.page_size, call.k_data.shape[0]
     lengths = call.lengths.tolist()
     counts = [num_queries] * len(lengths) if call.q_lengths is None else call.q_lengths.tolist()

@@ -79,18 +79,24 @@ def global_scale(scale: float | Tensor, device: torch.device, name: str) -> Tens
     """`scale` as a float32 tensor on `device`; a Python number becomes a 0-d tensor.
 
     Raises TypeError for another dtype (a bf16 scale reads as another number elsewhere) and ValueError for another
-    device or a value outside [2^-100, 2^100]. The value of a tensor is looked at only on the CPU, where that costs no
-    synchronisation.
+    device or a number outside [2^-100, 2^100]; the values of a tensor are for `scale_values`.
     """
     if not isinstance(scale, Tensor):
         _scale_value(float(scale), name)
         return torch.full((), float(scale), dtype=torch.float32, device=device)
     has_dtype(scale, torch.float32, name)
     same_device(scale, device, name)
-    if device.type == "cpu" and not torch.compiler.is_compiling() and scale.numel():
+    return scale
+
+
+def scale_values(scale: Tensor, name: str) -> None:
+    """Raises ValueError for a value outside [2^-100, 2^100], where the host sees it without a synchronisation.
+
+    Called by the bodies of ops, which hold real tensors in eager and compiled programs alike.
+    """
+    if scale.device.type == "cpu" and scale.numel():
         for value in (scale.min().item(), scale.max().item()):
             _scale_value(value, name)
-    return scale
 
 
 def scale_shape(scale: Tensor, shapes: tuple[tuple[int, ...], ...], name: str) -> None:

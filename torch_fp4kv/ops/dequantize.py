@@ -91,6 +91,7 @@ def _body(
     format: str = "nvfp4",
     scale_layout: str = "linear",
 ) -> Tensor:
+    checks.scale_values(global_scale, "global_scale")
     if backends.choose("dequantize", words.device).name == "triton":
         from .kernels import quantize as kernel
 

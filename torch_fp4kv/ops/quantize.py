@@ -66,6 +66,7 @@ def check_per_head(scale: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -
 def _body(
     x: Tensor, global_scale: Tensor, *, bias: Tensor | None = None, scale_rule: str = "amax"
 ) -> tuple[Tensor, Tensor]:
+    checks.scale_values(global_scale, "global_scale")
     if backends.choose("quantize", x.device).name == "triton":
         from .kernels import quantize as kernel
 

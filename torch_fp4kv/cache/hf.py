@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..ops.format.constants import E4M3_MAX_BITS
 from ..recipe import Recipe, get_recipe
-from . import attention_interface
+from . import attention_interface, serialize
 from .handle import KVHandle
 from .positions import RING_SLACK, Positions
 from .storage import LayerStorage
@@ -218,6 +219,30 @@ class NVFP4Cache(Cache):
         self._positions[key] = Positions(batch, capacity, ring, device)
         self._apply_padding(self._positions[key])
         return self._positions[key], True
+
+    def all_positions(self) -> list[Positions]:
+        """Each distinct set of positions: one for every device and ring size."""
+        return list(self._positions.values())
+
+    def save(self, path: str | Path) -> None:
+        """Writes what is stored to one safetensors file, to the bit; see `load`.
+
+        Raises:
+            ValueError: nothing has been stored yet.
+        """
+        serialize.save(self, path)
+
+    def load(self, path: str | Path, device: torch.device | str | None = None) -> None:
+        """Takes over what `save` wrote, in a cache of the same layers, recipe and capacity.
+
+        Args:
+            device: where the layers go that have no buffers yet; default the CPU.
+
+        Raises:
+            ValueError: the file is truncated, altered, foreign or of another version, or does not go with this cache.
+                Nothing was changed.
+        """
+        serialize.load(self, path, device)
 
     def set_padding(self, attention_mask: Tensor) -> None:
         """Tells the cache which tokens of the prompt are left padding, before the first `update`.

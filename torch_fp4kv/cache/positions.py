@@ -169,11 +169,22 @@ class Positions:
         self.padded = True
         self._slots.clear()
 
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Every tensor that holds state, by name."""
+        return [(name, value) for name, value in vars(self).items() if isinstance(value, Tensor)]
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over saved `tensors` of the same names and shapes."""
+        for name, tensor in self.tensors():
+            tensor.copy_(tensors[name])
+        self.padded = bool(self.starts.any())
+        self.host_length = int(self.lengths.max()) if self.capacity is None else 0
+        self._slots.clear()
+
     def to(self, device: torch.device) -> None:
         """Moves all state."""
-        for name, tensor in self.__dict__.copy().items():
-            if isinstance(tensor, Tensor):
-                setattr(self, name, tensor.to(device))
+        for name, tensor in self.tensors():
+            setattr(self, name, tensor.to(device))
         self._flag = None
         self._slots.clear()
 

@@ -22,7 +22,7 @@ from ..recipe import LayerCalibration, Matrix, Recipe
 from ..scales import choose_global_scale
 from .buffers import allocate
 from .positions import RING_SLACK, Positions
-from .transform import k_and_q_transforms
+from .transform import k_and_q_transforms, shared_rotation
 
 MAX_DECODE_TOKENS = 16
 """Up to as many new tokens read their own K and V from the cache; more are a prefill and see each other exactly."""
@@ -31,7 +31,7 @@ MIN_BIAS_TOKENS = 8
 """Fewer first tokens give no bias, and without one K is not rotated."""
 
 _ROW_TENSORS = ("k_data", "k_scales", "v_data", "v_scales", "k_exact", "v_exact")
-_HEAD_TENSORS = ("k_global", "v_global", "k_bias", "v_bias", "k_transform", "q_transform")
+_HEAD_TENSORS = ("k_global", "v_global", "k_bias", "v_bias")
 
 
 class LayerStorage:
@@ -45,6 +45,7 @@ class LayerStorage:
             score. Stored V is `v - v_bias`.
         k_exact, v_exact: `[B, H, E, ·]` or None, in the model's dtype.
         empty: no token has been stored since the last reset.
+        rotated: stored K is rotated (a prompt too short for a bias is not).
     """
 
     def __init__(self, recipe: Recipe, tokens: int, window: int = -1) -> None:
@@ -60,7 +61,7 @@ class LayerStorage:
         self.v_bias: Tensor | None = None
         self.k_transform: Tensor | None = None
         self.q_transform: Tensor | None = None
-        self._rotated = False
+        self.rotated = False
 
     @staticmethod
     def ring_size(recipe: Recipe) -> int:
@@ -99,24 +100,31 @@ class LayerStorage:
         if recipe.rotate_k or recipe.equalize_k:
             if not torch.compiler.is_compiling() and k.numel() and k.data_ptr() == v.data_ptr():
                 raise ValueError("rotate_k and equalize_k do not apply where V is a view of K (MLA)")
-            self.k_transform = allocate((heads, k.shape[-1], k.shape[-1]), torch.float32, device)
-            self.q_transform = allocate((heads, k.shape[-1], k.shape[-1]), torch.float32, device)
-            self._set_transforms(rotate=recipe.rotate_k)
+            if recipe.equalize_k:
+                self.k_transform = allocate((heads, k.shape[-1], k.shape[-1]), torch.float32, device)
+                self.q_transform = allocate((heads, k.shape[-1], k.shape[-1]), torch.float32, device)
+            self._set_transforms(recipe.rotate_k)
         for name in ("k_scale", "v_scale"):
             numbers = getattr(calibration, name)
             if numbers is not None and len(numbers) not in (1, heads):
                 raise ValueError(f"calibrated {name} must be one number or one for each of {heads} KV heads")
 
+    def set_rotated(self, rotated: bool) -> None:
+        """Stores K rotated, or not, from now on."""
+        if rotated != self.rotated:
+            self._set_transforms(rotated)
+
     def _set_transforms(self, rotate: bool) -> None:
-        assert self.k_transform is not None and self.q_transform is not None
-        heads, dim, _ = self.k_transform.shape
-        factors = torch.ones(heads, dim)
+        heads, dim = self.k_data.shape[1], self.head_dim
         if self.recipe.equalize_k:
+            assert self.k_transform is not None and self.q_transform is not None
             factors = _calibrated(self.recipe.calibration[0].k_factors, (heads, dim), "k_factors")
-        k_transform, q_transform = k_and_q_transforms(factors, rotate)
-        self.k_transform.copy_(k_transform)
-        self.q_transform.copy_(q_transform)
-        self._rotated = rotate
+            k_transform, q_transform = k_and_q_transforms(factors, rotate)
+            self.k_transform.copy_(k_transform)
+            self.q_transform.copy_(q_transform)
+        else:
+            self.k_transform = self.q_transform = shared_rotation(heads, dim, rotate, self.k_data.device)
+        self.rotated = rotate
 
     def _data(self, storage_format: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
         batch, heads, _, dim = x.shape
@@ -160,8 +168,9 @@ class LayerStorage:
         return (grouped * self.k_bias[:, None, None, :]).sum(-1).flatten(1, 2)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that holds state, by name."""
-        for name in _ROW_TENSORS + _HEAD_TENSORS:
+        """Every tensor that holds state, by name; a rotation that all layers share is none."""
+        transforms = ("k_transform", "q_transform") if self.recipe.equalize_k else ()
+        for name in _ROW_TENSORS + _HEAD_TENSORS + transforms:
             tensor = getattr(self, name, None)
             if tensor is not None:
                 yield name, tensor
@@ -232,9 +241,7 @@ class LayerStorage:
             weights = (age >= first)[:, None, :, None] & stored.isfinite()
             mean = torch.where(weights, stored, 0.0).sum((0, 2)) / weights.sum((0, 2)).clamp(min=1)
             self.k_bias.copy_(mean if enough else torch.zeros_like(mean))
-            rotated = self.recipe.rotate_k and enough
-            if self.recipe.rotate_k and rotated != self._rotated:
-                self._set_transforms(rotated)
+            self.set_rotated(self.recipe.rotate_k and enough)
         if self.k_bias is not None:
             stored = stored - self.k_bias[:, None, :]
         if self.v_bias is not None:

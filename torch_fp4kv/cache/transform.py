@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+_rotations: dict[tuple[int, int, bool, torch.device], Tensor] = {}
+
 
 def hadamard(size: int) -> Tensor:
     """Orthonormal float32 `[size, size]`: Sylvester's Hadamard matrix, block-diagonal in the largest power of two that
@@ -26,3 +28,18 @@ def k_and_q_transforms(factors: Tensor, rotate: bool) -> tuple[Tensor, Tensor]:
     dim = factors.shape[-1]
     rotation = hadamard(dim) if rotate else torch.eye(dim)
     return factors.unsqueeze(-1) * rotation, factors.reciprocal().unsqueeze(-1) * rotation
+
+
+def shared_rotation(heads: int, dim: int, rotate: bool, device: torch.device) -> Tensor:
+    """float32 `[H, D, D]`, a Hadamard matrix a head (the identity without `rotate`): one tensor for all layers and
+    caches, which nobody writes."""
+    key = (heads, dim, rotate, device)
+    rotation = _rotations.get(key)
+    if rotation is None:
+        with torch.inference_mode(False):
+            matrix = hadamard(dim) if rotate else torch.eye(dim)
+            rotation = matrix.to(device).expand(heads, -1, -1).contiguous()
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(rotation)
+            _rotations[key] = rotation
+    return rotation

@@ -249,12 +249,12 @@ def test_few_queries_over_a_long_context(num_queries: int) -> None:
 def test_queries_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_fp4kv.ops import torch_attention
 
+    rows = torch.rand(2, 1, 63, 150, generator=torch.Generator().manual_seed(2)) > 0.3
     calls = [
-        make(
-            lengths=(150, 63), num_queries=63, q_lengths=(63, 20), capacity=150, window=40, mask=torch.ones(63, 150) > 0
-        ),
+        make(lengths=(150, 63), num_queries=63, q_lengths=(63, 20), capacity=150, window=40, mask=rows),
         make(lengths=(150, 63), num_queries=63, new=True, ring=9, num_sink_tokens=3, page_size=8, capacity=152),
         make(lengths=(150, 63), num_queries=63, new=True, causal=False, v_scale_layout="4token"),
+        make(lengths=(150, 63), num_queries=63, new=True, window=7, sink_logits=normal(4)),
         make(lengths=(150, 63), num_queries=20, window=30),
     ]
     whole = [run(call) for call in calls]

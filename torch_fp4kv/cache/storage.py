@@ -30,7 +30,7 @@ MAX_DECODE_TOKENS = 16
 MIN_BIAS_TOKENS = 8
 """Fewer first tokens give no bias, and without one K is not rotated."""
 
-_ROW_TENSORS = ("k_data", "k_scales", "v_data", "k_exact", "v_exact")
+_ROW_TENSORS = ("k_data", "k_scales", "v_data", "v_scales", "k_exact", "v_exact")
 _HEAD_TENSORS = ("k_global", "v_global", "k_bias", "v_bias")
 
 

@@ -261,7 +261,7 @@ def _body(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _body_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    out, lse = _run(AttentionCall(*args, return_lse=True, **kwargs))
+    out, lse = _run(AttentionCall(*args, **{**kwargs, "return_lse": True}))
     assert lse is not None
     return out, lse
 
@@ -269,16 +269,9 @@ def _body_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 def _run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     if call.q.device.type == "cpu":
         _check_values(call)
-    backend = backends.choose("attention", call.q.device, call.backend, call).name
-    if backend == "triton-gluon":
-        from .kernels import decode as kernel
-    elif backend == "triton-prefill":
-        from .kernels import prefill as kernel
-    elif backend == "triton":
-        from .kernels import fallback as kernel
-    else:
-        from . import torch_attention as kernel
-    return kernel.run(call)
+    name = backends.choose("attention", call.q.device, call.backend, call).name
+    out: tuple[Tensor, Tensor | None] = backends.attention_module(name).run(call)
+    return out
 
 
 def _fake(*args: Any, **kwargs: Any) -> Tensor:

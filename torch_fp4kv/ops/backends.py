@@ -6,13 +6,23 @@ A backend asked for by name that cannot serve is an error with the reason; only 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections import Counter
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 
 from .call import AttentionCall
+
+_ATTENTION_MODULES = {
+    "triton-gluon": ".kernels.decode",
+    "triton-prefill": ".kernels.prefill",
+    "triton": ".kernels.fallback",
+    "torch": ".torch_attention",
+}
+"""In the order of preference."""
 
 OPS = ("quantize", "dequantize", "append", "attention")
 
@@ -52,7 +62,7 @@ def explain_device(op: str, device: torch.device) -> Choice:
 
 
 def _choose(op: str, device: torch.device, backend: str, call: AttentionCall | None) -> Choice:
-    names = ("triton-gluon", "triton-prefill", "triton", "torch") if op == "attention" else ("triton", "torch")
+    names = tuple(_ATTENTION_MODULES) if op == "attention" else ("triton", "torch")
     if backend != "auto" and backend not in names:
         raise ValueError(f"unknown backend {backend!r} for {op}; known: auto, {', '.join(names)}")
     passed_over: dict[str, str] = {}
@@ -68,17 +78,17 @@ def _unusable(op: str, name: str, device: torch.device, call: AttentionCall | No
     if name == "torch":
         return None
     reason = triton_missing(device)
-    if reason is not None or op != "attention":
+    if reason is None and name == "triton-gluon":
+        reason = gluon_missing(device)
+    if reason is not None or call is None:
         return reason
-    if name == "triton-gluon":
-        from .kernels import decode
+    answer: str | None = attention_module(name).unsupported(call)
+    return answer
 
-        return gluon_missing(device) or (decode.unsupported(call) if call is not None else None)
-    if name == "triton-prefill":
-        from .kernels import prefill
 
-        return prefill.unsupported(call) if call is not None else None
-    return None
+def attention_module(name: str) -> ModuleType:
+    """The module of attention backend `name`: `run(call)` serves, `unsupported(call)` says why it cannot, or None."""
+    return importlib.import_module(_ATTENTION_MODULES[name], __package__)
 
 
 def triton_missing(device: torch.device) -> str | None:

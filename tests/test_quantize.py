@@ -159,6 +159,17 @@ def test_two_sizes_compile_once() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("scale_shape", [(3,), (2, 3, 5)], ids=["per head", "per row"])
+def test_sizes_that_are_symbols_match_those_of_scale_and_bias(scale_shape: tuple[int, ...]) -> None:
+    torch._dynamo.reset()
+    function = torch.compile(
+        lambda x, g, b: torch_fp4kv.quantize(x, g, bias=b), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    x, scale, bias = normal(2, 3, 5, 32), torch.rand(scale_shape) + 0.1, normal(3, 32)
+    for got, expected in zip(function(x, scale, bias), torch_fp4kv.quantize(x, scale, bias=bias)):
+        assert torch.equal(got, expected)
+
+
 def test_gradients_are_refused_and_no_grad_is_not() -> None:
     x = normal(2, 16).requires_grad_()
     for arguments in ({"x": x}, {"x": x.detach(), "bias": torch.zeros(16, requires_grad=True)}):

@@ -65,7 +65,7 @@ def bias(tensor: Tensor | None, shapes: tuple[tuple[int, ...], ...], device: tor
         return
     has_dtype(tensor, torch.float32, name)
     same_device(tensor, device, name)
-    if tuple(tensor.shape) not in shapes:
+    if not _has_shape(tensor, shapes):
         expected = " or ".join(str(list(s)) for s in shapes)
         raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
 
@@ -101,7 +101,7 @@ def scale_values(scale: Tensor, name: str) -> None:
 
 def scale_shape(scale: Tensor, shapes: tuple[tuple[int, ...], ...], name: str) -> None:
     """Raises ValueError unless the global scale is 0-d or of one of `shapes`."""
-    if scale.ndim and tuple(scale.shape) not in shapes:
+    if scale.ndim and not _has_shape(scale, shapes):
         expected = " or ".join(str(list(s)) for s in ((), *shapes))
         raise ValueError(f"{name} must have shape {expected} (one, or one per KV head or row), got {list(scale.shape)}")
 
@@ -138,3 +138,8 @@ def storage(data: Tensor, scales: Tensor | None, storage_format: str, name: str,
 def _contiguous(tensor: Tensor, name: str) -> None:
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()} for shape {list(tensor.shape)}")
+
+
+def _has_shape(tensor: Tensor, shapes: tuple[tuple[int, ...], ...]) -> bool:
+    # Size by size: Dynamo's `in` over tuples takes two symbols of equal value for different.
+    return any(tensor.ndim == len(s) and all(a == b for a, b in zip(tensor.shape, s, strict=True)) for s in shapes)

@@ -11,6 +11,8 @@ import torch
 from calls import make, run
 from torch import Tensor
 
+import torch_fp4kv
+
 FORMATS = ("nvfp4", "fp8", "block-fp4", "exact")
 
 
@@ -370,3 +372,38 @@ def test_page_beyond_two_to_the_31_elements() -> None:
     far = run(small, k_data=k_data, v_data=v_data, block_table=table)
     for got, expected in zip(far, run(small)):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("storage_format", ["nvfp4", "fp8"])
+def test_global_scale_per_head(storage_format: str) -> None:
+    call = make(lengths=(40, 9), num_queries=2, k_format=storage_format, v_format=storage_format, page_size=8)
+    call = replace(call, k_global=torch.tensor([0.01, 1 / 3]), v_global=torch.tensor([0.7, 0.003]))
+    oracle.check(call, *run(call))
+
+
+def test_heads_served_in_two_shards_are_the_heads_served_together() -> None:
+    call = make(lengths=(40, 9), num_queries=2, ring=4, num_sink_tokens=1, new=True, sink_logits=normal(4))
+    call = replace(call, k_global=torch.tensor([0.01, 1 / 3]))
+    whole, whole_lse = run(call)
+    for shard in range(2):
+        names = ("k_data", "k_scales", "v_data", "v_scales", "k_exact", "v_exact", "k_new", "v_new")
+        own = {name: getattr(call, name)[:, shard : shard + 1].contiguous() for name in names}
+        queries = slice(2 * shard, 2 * shard + 2)
+        out, lse = run(
+            call,
+            **own,
+            q=call.q[:, queries],
+            k_global=call.k_global[shard : shard + 1],
+            sink_logits=call.sink_logits[queries],
+        )
+        assert torch.equal(out, whole[:, queries])
+        assert torch.equal(lse, whole_lse[:, queries])
+
+
+def test_backend_that_serves_can_be_asked_for_and_named() -> None:
+    call = make()
+    fields = {name: getattr(call, name) for name in call.__slots__ if name not in ("return_lse", "backend")}
+    choice = torch_fp4kv.explain(**fields)
+    assert choice.name == "torch"
+    assert "the tensors are on cpu" in choice.passed_over["triton"]
+    assert torch.equal(run(call, backend="torch")[0], run(call)[0])

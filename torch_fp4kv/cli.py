@@ -1,0 +1,43 @@
+"""`torch-fp4kv COMMAND`: each command is a module with `add_arguments(parser)` and `run(args) -> exit status`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "demo": "generate with a real model and an NVFP4 cache, and score what the cache costs",
+    "bench": "measure caches on this machine",
+    "doctor": "what works on this machine, and for what does not, the reason",
+}
+"""Help line by command; the module of the same name is imported only when its command is called."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; `argv` without the program's name, default `sys.argv[1:]`."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="torch-fp4kv", description="FP4 KV cache for PyTorch models.")
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    module = None
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if argv[:1] == [name]:
+            module = importlib.import_module(f"{__package__}.{name}")
+            module.add_arguments(command)
+    args = parser.parse_args(argv)
+    assert module is not None
+    status: int = module.run(args)
+    return status
+
+
+def _version() -> str:
+    from . import __version__
+
+    return f"torch-fp4kv {__version__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""What the commands print with: headings, tables, progress bars."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+def heading(text: str) -> None:
+    """Prints `text`, its first line underlined, with an empty line around it."""
+    first, *rest = text.splitlines()
+    print("\n".join(["", first, "-" * len(first), *rest]), flush=True)
+
+
+def table(rows: Sequence[Sequence[str]]) -> None:
+    """Prints `rows`, the first being the header, in aligned columns; the first column to the left."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        print("  ".join(cells).rstrip(), flush=True)
+
+
+@contextmanager
+def progress(total: int, text: str) -> Iterator[Callable[[int], Any]]:
+    """A bar on standard error that shows after two seconds and goes when done; yields what advances it.
+
+    The clock goes on between two steps, as while a first step compiles.
+    """
+    from tqdm import tqdm
+
+    done = threading.Event()
+    with tqdm(total=total, desc=text, leave=False, delay=2, dynamic_ncols=True) as bar:
+
+        def tick() -> None:
+            while not done.wait(1):
+                if bar.format_dict["elapsed"] > bar.delay:
+                    bar.refresh()
+
+        thread = threading.Thread(target=tick, daemon=True)
+        thread.start()
+        try:
+            yield bar.update
+        finally:
+            done.set()
+            thread.join()

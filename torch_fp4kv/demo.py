@@ -261,9 +261,8 @@ def scores(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
             )
         )
     table(rows)
-    print(
-        f"* exact copies in {str(model.dtype).removeprefix('torch.')}, scales, rotations; the same however long a row is"
-    )
+    dtype = str(model.dtype).removeprefix("torch.")
+    print(f"* exact copies in {dtype}, scales, rotations: the same however long a row is")
 
 
 @torch.inference_mode()

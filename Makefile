@@ -9,7 +9,7 @@ MAKEFLAGS += --no-builtin-rules
 
 VENV := .venv
 BOOTSTRAP ?= $(firstword $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done))
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; fi; done))
 # Without a GPU a small CPU build is enough; the versions that CI runs are pinned, the package allows more.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11,torch==2.13.0)
 TRITON ?= triton==3.7.0

@@ -1,10 +1,11 @@
 """FP4 KV cache for any PyTorch model: NVFP4 ops, Inductor lowerings and caches for `torch.compile`."""
 
+import importlib
 from typing import Any
 
 from . import compile, lowering
-from .compile import disable, enable
 from .cache.module import NVFP4KVCache
+from .compile import disable, enable
 from .ops import append, attention, dequantize, explain, from_packed, quantize, to_packed
 from .recipe import Recipe, get_recipe, recipes, register_recipe
 
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "NVFP4Cache",
     "NVFP4KVCache",
+    "PagedNVFP4Cache",
     "Recipe",
     "append",
     "attention",
@@ -41,12 +43,12 @@ def register_attention() -> None:
 
 def __getattr__(name: str) -> Any:
     # transformers takes seconds to import, so what needs it is imported when asked for.
-    if name == "NVFP4Cache":
+    modules = {"NVFP4Cache": "hf", "PagedNVFP4Cache": "paged"}
+    if name in modules:
         try:
-            from .cache.hf import NVFP4Cache
+            return getattr(importlib.import_module(f".cache.{modules[name]}", __name__), name)
         except ModuleNotFoundError as error:
             if error.name != "transformers":
                 raise
-            raise ImportError("NVFP4Cache needs transformers: pip install 'torch-fp4kv[hf]'") from error
-        return NVFP4Cache
+            raise ImportError(f"{name} needs transformers: pip install 'torch-fp4kv[hf]'") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -31,6 +31,7 @@ class Positions:
         exact_from: oldest position read from the exact ring: the first of the last new tokens has R exact ones, itself
             counted in, whatever was dropped before. `exact_before` is the same for the ring from before `advance`.
         host_length: the longest row, known on the host; kept only where the cache grows.
+        block_table: int32 `[B, max_pages]` where rows lie in pages of a pool, else None.
         longest: what `lengths` has been at most; a crop leaves it.
         overflowed: bool `[]`, sticky: a row outgrew the capacity.
     """
@@ -38,6 +39,7 @@ class Positions:
     def __init__(self, batch: int, capacity: int | None, ring: int, device: torch.device) -> None:
         self.capacity = capacity
         self.ring = ring
+        self.block_table: Tensor | None = None
         self.window = max(0, ring - RING_SLACK)
         self.lengths = allocate((batch,), torch.int32, device)
         self.starts = allocate((batch,), torch.int32, device)
@@ -99,15 +101,20 @@ class Positions:
 
     def advance(self, num_new: int) -> None:
         """Adds `num_new` tokens to every row."""
+        self._advance(num_new)
+
+    def _advance(self, step: int | Tensor) -> None:
+        """`step`: new tokens of every row, or int32 `[B]` of each."""
         if self.ring:
             first = self.lengths + (1 - self.window)
             self.exact_before.copy_(torch.maximum(self.held_from, first))
-            self.held_from.copy_(torch.maximum(self.held_from, self.lengths + (num_new - self.ring)))
+            self.held_from.copy_(torch.maximum(self.held_from, self.lengths + (step - self.ring)))
             self.exact_from.copy_(torch.maximum(self.held_from, first))
-        self.lengths.add_(num_new)
+        self.lengths.add_(step)
         self.longest.copy_(torch.maximum(self.longest, self.lengths))
         if self.capacity is None:
-            self.host_length += num_new
+            assert isinstance(step, int)
+            self.host_length += step
         else:
             self.overflowed.logical_or_((self.lengths > self.capacity).any())
         self._slots.clear()
@@ -126,12 +133,8 @@ class Positions:
 
     def _compute_slots(self, batch: int, num_new: int, tokens: int, num_sinks: int) -> tuple[Tensor, Tensor | None]:
         lengths = self.lengths[:batch, None].to(torch.int64)
-        index = torch.arange(num_new, device=lengths.device)
-        position = lengths - num_new + index
-        row = torch.arange(batch, device=lengths.device)[:, None] * tokens
-        # A row that overflowed a cache without a ring stays in its own page; `overflowed` tells.
-        wraps = self.capacity is None or tokens < self.capacity
-        slots = row + (position % tokens if wraps else position.clamp(max=tokens - 1))
+        position = lengths - num_new + torch.arange(num_new, device=lengths.device)
+        slots = self._slots_at(position, tokens)
         if not self.ring and not num_sinks:
             return slots, None
         scratch = num_sinks + self.ring
@@ -142,6 +145,13 @@ class Positions:
             from_start = position - self.starts[:batch, None]
             exact = torch.where((from_start >= 0) & (from_start < num_sinks), from_start, exact)
         return slots, exact
+
+    def _slots_at(self, position: Tensor, tokens: int) -> Tensor:
+        """int64 `[B, n]`: where the tokens at `position` `[B, n]` lie, with one page of `tokens` a row."""
+        row = torch.arange(position.shape[0], device=position.device)[:, None] * tokens
+        # A row that overflowed a cache without a ring stays in its own page; `overflowed` tells.
+        wraps = self.capacity is None or tokens < self.capacity
+        return row + (position % tokens if wraps else position.clamp(max=tokens - 1))
 
     def can_crop(self, num_tokens: int, window: int, slack: int) -> bool:
         """Whether a ring of `window + slack` tokens holds what is seen after `crop(num_tokens)` (synchronises)."""

@@ -6,6 +6,7 @@ Shapes: B rows, H KV heads, Hq query heads, n new tokens, T tokens a row, D and 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,6 +46,7 @@ class LayerStorage:
             score. Stored V is `v - v_bias`.
         k_exact, v_exact: `[B, H, E, ·]` or None, in the model's dtype.
         empty: no token has been stored since the last reset.
+        frozen: bias and scales stay, also for the first tokens after a reset.
         rotated: stored K is rotated (a prompt too short for a bias is not).
     """
 
@@ -53,6 +55,7 @@ class LayerStorage:
         self.tokens = tokens
         self.window = window
         self.empty = True
+        self.frozen = False
         self.k_scales: Tensor | None = None
         self.v_scales: Tensor | None = None
         self.k_exact: Tensor | None = None
@@ -109,6 +112,22 @@ class LayerStorage:
             if numbers is not None and len(numbers) not in (1, heads):
                 raise ValueError(f"calibrated {name} must be one number or one for each of {heads} KV heads")
 
+    def allocate_pages(self, k: Tensor, v: Tensor, num_pages: int) -> None:
+        """As `allocate`, with `num_pages` pages that rows share; exact copies stay by row."""
+        self.allocate(k, v)
+        self.k_data, self.k_scales = self._data(self.recipe.k_format, k, num_pages)
+        self.v_data, self.v_scales = self._data(self.recipe.v_format, v, num_pages)
+        self.empty = False
+
+    def rows(self, row: int, empty: bool) -> LayerStorage:
+        """The same storage seen as one row of a pool; what is written is shared."""
+        view = copy.copy(self)
+        view.k_exact = None if self.k_exact is None else self.k_exact[row : row + 1]
+        view.v_exact = None if self.v_exact is None else self.v_exact[row : row + 1]
+        view.empty = empty
+        view.frozen = True
+        return view
+
     def set_rotated(self, rotated: bool) -> None:
         """Stores K rotated, or not, from now on."""
         if rotated != self.rotated:
@@ -126,9 +145,9 @@ class LayerStorage:
             self.k_transform = self.q_transform = shared_rotation(heads, dim, rotate, self.k_data.device)
         self.rotated = rotate
 
-    def _data(self, storage_format: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _data(self, storage_format: str, x: Tensor, pages: int | None = None) -> tuple[Tensor, Tensor | None]:
         batch, heads, _, dim = x.shape
-        lead = (batch, heads, self.tokens)
+        lead = (batch if pages is None else pages, heads, self.tokens)
         if storage_format == "exact":
             return allocate((*lead, dim), self.dtype, x.device), None
         if storage_format == "fp8":
@@ -197,10 +216,10 @@ class LayerStorage:
             history=not self.empty,
             before=self._clone_rings(batch) if exact and not self.empty else None,
         )
-        if self.empty:
-            self._calibrate(k, v, positions)
+        if self.empty and not self.frozen:
+            self.calibrate(k, v, positions)
         slots, exact_slots = positions.slots(batch, num_new, self.tokens, self.recipe.num_sink_tokens)
-        if num_new > self.tokens:
+        if num_new > self.tokens and positions.block_table is None:
             # Only a sliding layer gets here: what would be overwritten at once is not written.
             k, v, slots = k[:, :, -self.tokens :], v[:, :, -self.tokens :], slots[:, -self.tokens :]
             exact_slots = None if exact_slots is None else exact_slots[:, -self.tokens :]
@@ -220,6 +239,7 @@ class LayerStorage:
             k_exact=self.k_exact,
             v_exact=self.v_exact,
             exact_slots=None if self.k_exact is None else exact_slots,
+            skip_negative=positions.block_table is not None,
             k_format=self.recipe.k_format,
             v_format=self.recipe.v_format,
             scale_rule=self.recipe.scale_rule,
@@ -227,7 +247,7 @@ class LayerStorage:
         self.empty = False
         return update
 
-    def _calibrate(self, k: Tensor, v: Tensor, positions: Positions) -> None:
+    def calibrate(self, k: Tensor, v: Tensor, positions: Positions) -> None:
         """Chooses bias and global scales from the first tokens, padding left out; calibrated ones stay."""
         batch, _, num_new, _ = k.shape
         age = positions.lengths[:batch, None] - num_new + torch.arange(num_new, device=k.device)
@@ -394,6 +414,7 @@ class Update:
             storage.v_global,
             positions.lengths[:batch],
             starts=positions.starts[:batch] if positions.padded else None,
+            block_table=positions.block_table,
             k_new=self.k_new,
             v_new=self.v_new,
             k_exact=k_exact,
@@ -443,6 +464,8 @@ class Update:
 
     def _in_order(self, stored: Tensor, exact: Tensor | None, new: Tensor | None) -> Tensor:
         storage, positions = self.storage, self.positions
+        if positions.block_table is not None:
+            raise TypeError('a paged cache is not dequantised: use attn_implementation="sdpa" or "fp4kv"')
         lengths = positions.lengths[:, None].to(torch.int64)
         device, batch, spare = stored.device, stored.shape[0], self.num_tokens
         out = stored.new_zeros((batch, stored.shape[1], spare + 1, stored.shape[3]))

@@ -1,0 +1,184 @@
+"""Continuous batching over a pool of pages: each sequence gives what it gives alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from hf_models import greedy, llama, prompt
+
+from torch_fp4kv import NVFP4Cache, PagedNVFP4Cache
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = llama()
+    NVFP4Cache(model.config, 8)
+    return model
+
+
+def pool_for(model, num_pages=24, recipe="bf16", **options):
+    settings = {"max_rows": 3, "max_cache_len": 128, "page_size": 16, "dtype": torch.float32, **options}
+    return PagedNVFP4Cache(model.config, num_pages, recipe=recipe, **settings)
+
+
+def alone(model, ids, tokens, recipe="bf16"):
+    model.set_attn_implementation("sdpa")
+    return model.generate(ids, past_key_values=NVFP4Cache(model.config, 128, recipe), **greedy(tokens))[0].tolist()
+
+
+def prefill(model, pool, ids):
+    row = pool.admit()
+    with torch.no_grad():
+        logits = model(ids, past_key_values=pool.row(row)).logits
+    return row, int(logits[0, -1].argmax())
+
+
+def decode(model, pool, last, step=None):
+    """One greedy token for each row of `last`, in place."""
+    ids = pool.step(list(last))
+    tokens = torch.zeros(pool.max_rows, 1, dtype=torch.long)
+    for row, token in last.items():
+        tokens[row] = token
+    with torch.no_grad():
+        logits = (step or model)(tokens, position_ids=ids, past_key_values=pool.batch).logits
+    for row in last:
+        last[row] = int(logits[row, -1].argmax())
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "fp4kv"])
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "nvfp4-plain"])
+def test_sequences_come_and_go(model, implementation, recipe):
+    """Prompts of different length join and leave; pages that were used before are used again."""
+    prompts = [prompt(batch=1, tokens=n, seed=n) for n in (21, 40, 33, 18)]
+    want = [alone(model, ids, 24, recipe) for ids in prompts]
+    model.set_attn_implementation(implementation)
+    pool = pool_for(model, num_pages=14, recipe=recipe)
+    got: dict[int, list[int]] = {}
+    rows: dict[int, int] = {}
+    last: dict[int, int] = {}
+    waiting = list(range(4))
+    while waiting or rows:
+        while waiting and len(rows) < 3 and pool.free_pages > 7:
+            sequence = waiting.pop(0)
+            row, token = prefill(model, pool, prompts[sequence])
+            rows[row], last[row] = sequence, token
+            got[sequence] = [*prompts[sequence][0].tolist(), token]
+        decode(model, pool, last)
+        for row, sequence in list(rows.items()):
+            got[sequence].append(last[row])
+            if len(got[sequence]) == len(want[sequence]):
+                pool.free(row)
+                del rows[row], last[row]
+    assert pool.free_pages == 14
+    agreement = [sum(a == b for a, b in zip(got[i], want[i])) / len(want[i]) for i in range(4)]
+    # Quantised, the pool keeps the first sequence's scales; the first sequence itself is as alone.
+    assert agreement[0] == 1
+    assert min(agreement) == 1 if recipe == "bf16" else min(agreement) > 0.6
+
+
+def test_a_fork_shares_pages_until_it_writes(model):
+    model.set_attn_implementation("sdpa")
+    ids = prompt(batch=1, tokens=40)
+    want = alone(model, ids, 30, "nvfp4")[40:]
+    pool = pool_for(model, recipe="nvfp4")
+    row, token = prefill(model, pool, ids)
+    used = 24 - pool.free_pages
+    fork = pool.fork(row)
+    assert 24 - pool.free_pages == used
+    last, tokens = {row: token, fork: token}, []
+    for i in range(29):
+        decode(model, pool, last)
+        tokens.append((last[row], last[fork]))
+        if i == 0:
+            assert 24 - pool.free_pages == used + 1
+    assert [a for a, _ in tokens] == [b for _, b in tokens] == want[1:]
+    pool.free(row)
+    decode(model, pool, {fork: last[fork]})
+    pool.free(fork)
+    assert pool.free_pages == 24
+
+
+def test_pages_are_read_only_after_they_were_written(model):
+    model.set_attn_implementation("sdpa")
+    ids = prompt(batch=1, tokens=40)
+    want = alone(model, ids, 10)
+    pool = pool_for(model)
+    for layer in pool.layers:
+        layer.k_data.fill_(float("nan"))
+        layer.v_data.fill_(float("nan"))
+    row, token = prefill(model, pool, ids)
+    last, got = {row: token}, [token]
+    for _ in range(9):
+        decode(model, pool, last)
+        got.append(last[row])
+    assert got == want[40:]
+
+
+def test_rows_that_take_no_part_are_left_alone(model):
+    model.set_attn_implementation("sdpa")
+    pool = pool_for(model, recipe="nvfp4")
+    first, token = prefill(model, pool, prompt(batch=1, tokens=40))
+    second, _ = prefill(model, pool, prompt(batch=1, tokens=22))
+    pages = pool._pages[second]
+    before = [pool.layers[0].k_data[pages].clone(), pool.layers[0].k_exact[second].clone()]
+    for _ in range(3):
+        decode(model, pool, {first: token})
+    assert pool.length(second) == 22
+    assert torch.equal(pool.layers[0].k_data[pages], before[0])
+    assert torch.equal(pool.layers[0].k_exact[second, :, :-1], before[1][:, :-1])
+
+
+def test_an_exhausted_pool_says_so_and_changes_nothing(model):
+    model.set_attn_implementation("sdpa")
+    pool = pool_for(model, num_pages=3)
+    row, _ = prefill(model, pool, prompt(batch=1, tokens=48))
+    with pytest.raises(RuntimeError, match="1 pages are needed and 0 are free"):
+        pool.step([row])
+    assert pool.length(row) == 48
+    other = pool.admit()
+    with pytest.raises(RuntimeError, match="are free"), torch.no_grad():
+        model(prompt(batch=1, tokens=5), past_key_values=pool.row(other))
+    with pytest.raises(ValueError, match="row 2 is not in use"):
+        pool.step([2])
+    pool.admit()
+    with pytest.raises(RuntimeError, match="all 3 rows are in use"):
+        pool.admit()
+
+
+def test_a_sequence_longer_than_its_limit_is_refused(model):
+    pool = pool_for(model, max_cache_len=32)
+    with pytest.raises(ValueError, match="40 tokens after 0 exceed max_cache_len=32"), torch.no_grad():
+        model(prompt(batch=1, tokens=40), past_key_values=pool.row(pool.admit()))
+
+
+@pytest.mark.parametrize("page_size", [8, 48])
+def test_page_sizes_are_powers_of_two(model, page_size):
+    with pytest.raises(ValueError, match="power of two"):
+        pool_for(model, page_size=page_size)
+
+
+@pytest.mark.slow
+def test_a_decode_step_is_compiled_once(model):
+    from torch._dynamo.utils import counters
+
+    model.set_attn_implementation("fp4kv")
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, fullgraph=True)
+    results = []
+    for step in (None, compiled):
+        pool = pool_for(model, recipe="nvfp4")
+        row, token = prefill(model, pool, prompt(batch=1, tokens=40))
+        last, tokens = {row: token}, []
+        for i in range(12):
+            if i == 4:
+                other, token = prefill(model, pool, prompt(batch=1, tokens=22))
+                last[other] = token
+            decode(model, pool, last, step)
+            tokens.append(dict(last))
+        results.append(tokens)
+    assert results[0] == results[1]
+    assert counters["stats"]["unique_graphs"] == 1

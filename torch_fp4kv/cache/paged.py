@@ -1,0 +1,318 @@
+"""`PagedNVFP4Cache`: a pool of pages that many sequences share, for continuous batching with transformers models.
+
+Shapes: R rows (sequences at once), P pages of T tokens, n new tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..recipe import Recipe, get_recipe
+from . import attention_interface
+from .buffers import allocate
+from .handle import KVHandle
+from .positions import Positions
+from .storage import LayerStorage
+
+
+class PagedPositions(Positions):
+    """Positions of rows that lie in pages.
+
+    Attributes:
+        active: int32 `[R]`, 1 for rows that take the next tokens.
+    """
+
+    block_table: Tensor
+
+    def __init__(self, rows: int, max_pages: int, page_size: int, ring: int, device: torch.device) -> None:
+        super().__init__(rows, max_pages * page_size, ring, device)
+        self.page_size = page_size
+        self.block_table = allocate((rows, max_pages), torch.int32, device)
+        self.active = allocate((rows,), torch.int32, device)
+
+    def advance(self, num_new: int) -> None:
+        self._advance(self.active * num_new)
+
+    def _slots_at(self, position: Tensor, tokens: int) -> Tensor:
+        page = (position // self.page_size).clamp(0, self.block_table.shape[1] - 1)
+        slots = self.block_table.gather(1, page).to(torch.int64) * self.page_size + position % self.page_size
+        return torch.where(self.active[:, None] > 0, slots, -1)
+
+    def row(self, row: int) -> PagedPositions:
+        """The same positions seen as one row; changes are shared."""
+        view = copy.copy(self)
+        for name, tensor in self.tensors():
+            if tensor.ndim:
+                setattr(view, name, tensor[row : row + 1])
+        view._slots = {}
+        return view
+
+
+class PagedNVFP4Cache:
+    """Pages of quantised K and V, handed out to sequences as they grow.
+
+    A sequence takes a row (`admit`), is prefilled alone (`model(ids, past_key_values=pool.row(r))`), decodes together
+    with the others (`pool.step(rows)`, then `model(tokens, position_ids=…, past_key_values=pool.batch)`) and gives its
+    pages back (`free`). `fork` makes a second sequence that shares the pages of the first. The batch always has all R
+    rows, so a decode step is compiled and captured once; rows that take no part write nothing.
+
+    Bias and scales are chosen from the first sequence and then stay, so that pages can be shared.
+
+    Args:
+        config: the model's config; layers with full attention only.
+        num_pages, page_size: P and T; T a power of two, 16 or more.
+        max_rows: R.
+        max_cache_len: most tokens of one sequence.
+        dtype, device: of the model.
+        recipe, **overrides: as for `NVFP4Cache`.
+
+    Raises:
+        ValueError: a page size that is no power of two from 16, or a layer with another kind of attention.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        num_pages: int,
+        max_rows: int,
+        max_cache_len: int,
+        page_size: int = 64,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        recipe: str | Recipe = "nvfp4",
+        **overrides: Any,
+    ) -> None:
+        if page_size < 16 or page_size & (page_size - 1):
+            raise ValueError(f"page_size must be a power of two, 16 or more, got {page_size}")
+        config = config.get_text_config(decoder=True)
+        if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ["full_attention"]):
+            raise ValueError("PagedNVFP4Cache keeps layers with full attention; use NVFP4Cache for sliding ones")
+        recipe = get_recipe(recipe, **overrides)
+        recipe.check_layers(config.num_hidden_layers)
+        self.page_size, self.max_rows = page_size, max_rows
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        like = torch.empty((max_rows, heads, 0, dim), dtype=dtype, device=device)
+        max_pages = -(-max_cache_len // page_size)
+        self.layers = [LayerStorage(recipe.for_layer(i), page_size) for i in range(config.num_hidden_layers)]
+        for layer in self.layers:
+            layer.allocate_pages(like, like, num_pages)
+        rings = {LayerStorage.ring_size(layer.recipe) for layer in self.layers}
+        self._positions = {ring: PagedPositions(max_rows, max_pages, page_size, ring, like.device) for ring in rings}
+        self._free_pages = list(range(num_pages))[::-1]
+        self._references = [0] * num_pages
+        self._pages: dict[int, list[int]] = {}
+        self._lengths: dict[int, int] = {}
+        self._capacity = max_cache_len
+        attention_interface.register()
+        self.batch = _PagedBatch(self, None)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence holds."""
+        return len(self._free_pages)
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows in use."""
+        return sorted(self._pages)
+
+    def length(self, row: int) -> int:
+        """Tokens of sequence `row`."""
+        self._check_row(row)
+        return self._lengths[row]
+
+    def nbytes(self) -> int:
+        """Bytes of all layers' state."""
+        return sum(layer.nbytes() for layer in self.layers)
+
+    def admit(self) -> int:
+        """Takes a free row for a new sequence.
+
+        Raises:
+            RuntimeError: all rows are in use.
+        """
+        row = next((r for r in range(self.max_rows) if r not in self._pages), None)
+        if row is None:
+            raise RuntimeError(f"all {self.max_rows} rows are in use; free one first")
+        self._pages[row], self._lengths[row] = [], 0
+        for positions in self._positions.values():
+            for name, tensor in positions.tensors():
+                if tensor.ndim and name != "block_table":
+                    tensor[row] = 0
+        return row
+
+    def free(self, row: int) -> None:
+        """Gives back the row and the pages that no other sequence shares."""
+        self._check_row(row)
+        for page in self._pages.pop(row):
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free_pages.append(page)
+        del self._lengths[row]
+        for positions in self._positions.values():
+            positions.active[row] = 0
+            positions.lengths[row] = 0
+
+    def fork(self, row: int) -> int:
+        """A new sequence with the tokens of `row`: pages are shared, and copied only where one of the two writes.
+
+        Raises:
+            RuntimeError: all rows are in use.
+        """
+        self._check_row(row)
+        new = self.admit()
+        self._pages[new], self._lengths[new] = list(self._pages[row]), self._lengths[row]
+        for page in self._pages[new]:
+            self._references[page] += 1
+        for positions in self._positions.values():
+            for _, tensor in positions.tensors():
+                if tensor.ndim:
+                    tensor[new] = tensor[row]
+        for layer in self.layers:
+            for exact in (layer.k_exact, layer.v_exact):
+                if exact is not None:
+                    exact[new] = exact[row]
+        return new
+
+    def row(self, row: int) -> Cache:
+        """A cache of batch size 1 for the next tokens of sequence `row`: its prompt, or a chunk of it."""
+        self._check_row(row)
+        return _PagedBatch(self, row)
+
+    def step(self, rows: Sequence[int]) -> Tensor:
+        """Makes room for one more token of each of `rows`, which the next call of the model with `batch` appends.
+
+        Returns:
+            `position_ids` for that call, int64 `[R, 1]`.
+
+        Raises:
+            RuntimeError: not enough pages are free; nothing was changed.
+            ValueError: a sequence would exceed `max_cache_len`; nothing was changed.
+        """
+        self.reserve(dict.fromkeys(rows, 1))
+        active = torch.zeros(self.max_rows, dtype=torch.int32)
+        active[list(rows)] = 1
+        for positions in self._positions.values():
+            positions.active.copy_(active)
+        positions = next(iter(self._positions.values()))
+        ids = positions.lengths.to(torch.int64)[:, None]
+        for row in rows:
+            self._lengths[row] += 1
+        return ids
+
+    def reserve(self, tokens: dict[int, int]) -> None:
+        """Makes room for `tokens[row]` more tokens of each row; errors as in `step`."""
+        wanted: dict[int, tuple[int, bool]] = {}
+        for row, count in tokens.items():
+            self._check_row(row)
+            length, pages = self._lengths[row], self._pages[row]
+            if length + count > self._capacity:
+                raise ValueError(f"row {row}: {count} tokens after {length} exceed max_cache_len={self._capacity}")
+            shared = bool(length % self.page_size) and self._references[pages[length // self.page_size]] > 1
+            wanted[row] = (-(-(length + count) // self.page_size) - len(pages), shared)
+        # Two rows that share one partial page need one copy fewer than this counts; the pool is never overdrawn.
+        needed = sum(new + shared for new, shared in wanted.values())
+        if needed > self.free_pages:
+            raise RuntimeError(f"{needed} pages are needed and {self.free_pages} are free; free a sequence first")
+        for row, (new, _) in wanted.items():
+            self._own_last_page(row)
+            self._pages[row] += [self._take_page() for _ in range(new)]
+            table = torch.tensor(self._pages[row], dtype=torch.int32)
+            for positions in self._positions.values():
+                positions.block_table[row, : len(table)].copy_(table)
+
+    def _own_last_page(self, row: int) -> None:
+        """Copies the partly filled last page of `row` if another sequence shares it."""
+        length = self._lengths[row]
+        if length % self.page_size == 0:
+            return
+        index = length // self.page_size
+        old = self._pages[row][index]
+        if self._references[old] == 1:
+            return
+        new = self._take_page()
+        for layer in self.layers:
+            for data in (layer.k_data, layer.k_scales, layer.v_data, layer.v_scales):
+                if data is not None:
+                    data[new] = data[old]
+        self._references[old] -= 1
+        self._pages[row][index] = new
+
+    def _take_page(self) -> int:
+        page = self._free_pages.pop()
+        self._references[page] = 1
+        return page
+
+    def _check_row(self, row: int) -> None:
+        if row not in self._pages:
+            raise ValueError(f"row {row} is not in use; rows in use: {self.rows}")
+
+
+class _PagedBatch(Cache):
+    """The pool as transformers sees it: all rows (`row` None) or one."""
+
+    def __init__(self, pool: PagedNVFP4Cache, row: int | None) -> None:
+        super().__init__(layers=[_PagedLayer(pool, i, row) for i in range(len(pool.layers))])
+
+
+class _PagedLayer(CacheLayerMixin):
+    is_sliding = False
+
+    def __init__(self, pool: PagedNVFP4Cache, index: int, row: int | None) -> None:
+        super().__init__()
+        self.pool, self.index, self.row = pool, index, row
+        self.is_compileable = row is None
+        self.is_initialized = True
+        storage = pool.layers[index]
+        positions = pool._positions[LayerStorage.ring_size(storage.recipe)]
+        self.leads = all(
+            pool._positions[LayerStorage.ring_size(s.recipe)] is not positions for s in pool.layers[:index]
+        )
+        self.positions = positions if row is None else positions.row(row)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: a pool is allocated when it is made."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Stores the tokens in the rows' pages and returns handles for K and V."""
+        pool, storage = self.pool, self.pool.layers[self.index]
+        num_new = key_states.shape[2]
+        if self.row is not None:
+            if self.index == 0:
+                pool.reserve({self.row: num_new})
+                pool._lengths[self.row] += num_new
+                for positions in pool._positions.values():
+                    positions.active[self.row] = 1
+            base, storage = storage, storage.rows(self.row, empty=pool._lengths[self.row] == num_new)
+            if self.leads:
+                self.positions.advance(num_new)
+            if not base.frozen:
+                base.calibrate(key_states.to(base.dtype), value_states.to(base.dtype), self.positions)
+                base.frozen = True
+                storage = base.rows(self.row, empty=storage.empty)
+        elif self.leads:
+            self.positions.advance(num_new)
+        update = storage.write(key_states, value_states, self.positions)
+        batch = key_states.shape[0]
+        return KVHandle(update, batch, is_key=True), KVHandle(update, batch, is_key=False)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """`(columns, offset)` of a mask: a column for each position a sequence can have."""
+        assert self.positions.capacity is not None
+        return self.positions.capacity, 0
+
+    def get_seq_length(self) -> Any:
+        """Tokens of the one row, or of the longest."""
+        return self.pool.length(self.row) if self.row is not None else self.positions.lengths.max()
+
+    def get_max_length(self) -> int:
+        """Most tokens of a sequence."""
+        assert self.positions.capacity is not None
+        return self.positions.capacity

@@ -149,6 +149,7 @@ def _driver() -> Iterator[None]:
         mock.patch.object(PyCodeCache, "write", staticmethod(stop)),
         config.patch(force_disable_caches=True, compile_threads=1),
     ]
+    _forget_triton()
     saved = triton.runtime.driver._active
     triton.runtime.driver._active = Driver()
     try:
@@ -158,3 +159,13 @@ def _driver() -> Iterator[None]:
             yield
     finally:
         triton.runtime.driver._active = saved
+        _forget_triton()
+
+
+def _forget_triton() -> None:
+    """Clears what PyTorch remembers of whether Triton has a device."""
+    from torch.utils import _triton
+
+    for function in vars(_triton).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()

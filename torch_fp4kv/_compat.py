@@ -91,3 +91,40 @@ def pointwise(inner: Callable[..., Any], ranges: Sequence[Any], dtype: torch.dty
     from torch._inductor import ir
 
     return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=list(ranges))
+
+
+def inductor_config() -> Any:
+    from torch._inductor import config
+
+    return config
+
+
+def inductor_backend(mode: str | None, options: dict[str, Any] | None) -> Any:
+    """What `torch.compile(backend="inductor", mode=mode, options=options)` compiles with."""
+    return torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
+
+
+def compose_passes(first: Any, second: Any) -> Any:
+    """One graph pass that runs `first`, then what a user has set: None, a pass, or (from torch 2.13) a list of them.
+
+    Torch 2.11 takes a single pass, so that lists are unrolled here until it is dropped.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    if second is None:
+        return first
+    rest = list(second) if isinstance(second, list | tuple) else [second]
+
+    class Composed(CustomGraphPass):
+        passes = (first, *rest)
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for one in self.passes:
+                one(graph)
+
+        def uuid(self) -> Any:
+            """None, which keeps Inductor from caching, where a user's pass has no uuid."""
+            uuids = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.passes]
+            return None if None in uuids else uuids
+
+    return Composed()

@@ -51,14 +51,21 @@ def opt_in(op: str, *, device: str | None = None, dtype: torch.dtype | None = No
     cache_key.refresh(_opt_outs)
 
 
+def record(subject: str, outcome: str) -> None:
+    """Counts one compiled call for `report()`."""
+    _counts[subject, outcome] += 1
+
+
 def report() -> dict[str, dict[str, int]]:
     """For each op how many compiled calls were "lowered", and how many left to the op, by reason.
 
-    Counts calls that this process compiled; code that came from Inductor's cache is not counted.
+    Under "sdpa": how many `scaled_dot_product_attention` over dequantised tensors became attention over the cache
+    ("rewritten"), and why others did not. Counts what this process compiled; code that came from Inductor's cache is
+    not counted.
     """
-    result: dict[str, dict[str, int]] = {op: {} for op in LOWERED}
-    for (op, outcome), count in sorted(_counts.items()):
-        result[op][outcome] = count
+    result: dict[str, dict[str, int]] = {subject: {} for subject in (*LOWERED, "sdpa")}
+    for (subject, outcome), count in sorted(_counts.items()):
+        result[subject][outcome] = count
     return result
 
 
@@ -82,7 +89,7 @@ def _register_if_loaded() -> None:
 def _lowering(name: str, op: Any, module: Any) -> Callable[..., Any]:
     def lower(*args: Any, **kwargs: Any) -> Any:
         reason = _opted_out(name, args, kwargs) or module.unsupported(*args, **kwargs)
-        _counts[name, reason or "lowered"] += 1
+        record(name, reason or "lowered")
         if reason is not None:
             return _compat.fallback(op)(*args, **kwargs)
         return module.lower(*args, **kwargs)

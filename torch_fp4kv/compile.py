@@ -1,0 +1,87 @@
+"""`enable()` and the backend "fp4kv": what `torch.compile` can do beyond the lowerings, which need neither.
+
+    torch.compile(model, backend="fp4kv")           for one model
+    torch_fp4kv.enable(); torch.compile(model)      for all that this process compiles, until disable()
+
+Both add the pass that turns `scaled_dot_product_attention` over dequantised tensors into attention over the cache
+(`lowering/sdpa_pass.py`), beside the passes that a user has set, and let K's and V's cache writes share a kernel at
+batch 1. Importing this module imports no part of Inductor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _compat
+from .lowering import registry
+
+_PASS = "pre_grad_custom_pass"
+_FUSION_THRESHOLD = "score_fusion_memory_threshold"
+_SLOT_BYTES = 8
+"""What K's and V's write of one token share: its int64 slot. Inductor's threshold of 10 bytes would part them."""
+
+_set: dict[str, tuple[Any, Any]] = {}
+"""Inductor's settings that `enable()` changed: before and after. Empty when not enabled."""
+
+
+def enable() -> None:
+    """Adds lowerings and pass to everything that Inductor compiles from now on. Twice is once."""
+    registry.register()
+    if _set:
+        return
+    config = _compat.inductor_config()
+    for name, value in _patches(getattr(config, _PASS), getattr(config, _FUSION_THRESHOLD)).items():
+        _set[name] = getattr(config, name), value
+        setattr(config, name, value)
+
+
+def disable() -> None:
+    """Takes back what `enable()` set, unless it was set anew since. Lowerings stay (see `lowering.opt_out`)."""
+    config = _compat.inductor_config()
+    for name, (before, ours) in _set.items():
+        if getattr(config, name) is ours:
+            setattr(config, name, before)
+    _set.clear()
+
+
+def _patches(user_pass: Any, fusion_threshold: int) -> dict[str, Any]:
+    from .lowering.sdpa_pass import SdpaPass
+
+    return {
+        _PASS: _compat.compose_passes(SdpaPass(), user_pass),
+        _FUSION_THRESHOLD: min(fusion_threshold, _SLOT_BYTES),
+    }
+
+
+class Backend:
+    """Inductor with our pass and settings beside the user's; takes the `mode` and `options` that Inductor takes."""
+
+    __name__ = "fp4kv"
+
+    def __call__(
+        self,
+        graph: torch.fx.GraphModule,
+        inputs: list[Any],
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        registry.register()
+        config = _compat.inductor_config()
+        inductor = _compat.inductor_backend(mode, options)
+        own = _patches(
+            inductor.config.get(_PASS, getattr(config, _PASS)),
+            inductor.config.get(_FUSION_THRESHOLD, getattr(config, _FUSION_THRESHOLD)),
+        )
+        compiled: Callable[..., Any] = inductor(graph, inputs, config_patches=own)
+        return compiled
+
+    def reset(self) -> None:
+        """Called by `torch._dynamo.reset()`: forgets recorded CUDA graphs, as Inductor's own backend does."""
+        _compat.inductor_backend("reduce-overhead", None).reset()
+
+
+backend = Backend()

@@ -146,9 +146,9 @@ def _join(lo, hi):
 
 
 @triton.jit
-def _candidate(lo, hi, amax, g, unit, DIVISOR: tl.constexpr, ERROR: tl.constexpr, FAST: tl.constexpr):
-    """Scale bits, word, squared error and largest code value for one divisor of a block's amax."""
-    bits = e4m3_encode(amax * tl.math.div_rn(1.0, g * DIVISOR))
+def _candidate(lo, hi, amax, g, unit, divisor, ERROR: tl.constexpr, FAST: tl.constexpr):
+    """Scale bits, word, squared error and largest code value for one `divisor` of a block's amax."""
+    bits = e4m3_encode(amax * tl.math.div_rn(1.0, g * divisor))
     bound = tl.where(bits > 0, e4m3_decode(bits) * unit, float("inf"))
     lo_packed, lo_error, lo_largest = _half_codes(lo, bound, ERROR, FAST)
     hi_packed, hi_error, hi_largest = _half_codes(hi, bound, ERROR, FAST)
@@ -172,14 +172,19 @@ def encode(lo, hi, g, DIVISORS: tl.constexpr, FAST: tl.constexpr):
     else:
         lo *= inverse
         hi *= inverse
-    SEARCH: tl.constexpr = len(DIVISORS) > 1
-    bits, word, error, _largest = _candidate(lo, hi, amax, g, unit, DIVISORS[0], SEARCH, FAST)
-    for i in tl.static_range(1, len(DIVISORS)):
-        new_bits, new_word, new_error, largest = _candidate(lo, hi, amax, g, unit, DIVISORS[i], True, FAST)
-        better = (new_error < error) & (largest * e4m3_decode(new_bits) <= 448.0)
-        bits = tl.where(better, new_bits, bits)
-        word = tl.where(better, new_word, word)
-        error = tl.where(better, new_error, error)
+    NUM_DIVISORS: tl.constexpr = len(DIVISORS)
+    bits, word, error, _largest = _candidate(lo, hi, amax, g, unit, DIVISORS[0], NUM_DIVISORS > 1, FAST)
+    if NUM_DIVISORS > 1:
+        # A loop, not unrolled: nine candidates in a row take half a minute to compile and run out of the code cache.
+        for i in tl.range(1, NUM_DIVISORS, num_stages=1):
+            divisor = DIVISORS[1]
+            for j in tl.static_range(2, NUM_DIVISORS):
+                divisor = tl.where(i == j, DIVISORS[j], divisor)
+            new_bits, new_word, new_error, largest = _candidate(lo, hi, amax, g, unit, divisor, True, FAST)
+            better = (new_error < error) & (largest * e4m3_decode(new_bits) <= 448.0)
+            bits = tl.where(better, new_bits, bits)
+            word = tl.where(better, new_word, word)
+            error = tl.where(better, new_error, error)
     return word, bits
 
 

@@ -266,7 +266,7 @@ def _fold(q, k, v, top, total, acc, factor, shift, softcap, visible, MASKED: tl.
 @triton.jit
 def _visible(query, position, valid, window, CAUSAL: tl.constexpr):
     """bool `[M, N]`: which of the keys at `position` (where `valid`) each `query` position may look at."""
-    visible = valid[None, :]
+    visible = tl.broadcast_to(valid[None, :], [query.shape[0], position.shape[0]])
     if CAUSAL:
         visible = visible & (position[None, :] <= query[:, None])
     if window > 0:

@@ -1,0 +1,89 @@
+"""Compiles what a launcher would launch, for a GPU that is not there, and reads the machine code."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Bytes of shared memory a block may have, by compute capability (CUDA programming guide, technical specifications)."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled kernel: its name, shared memory in bytes, and its instructions in order."""
+
+    name: str
+    shared: int
+    instructions: list[str]
+
+    def count(self, *mnemonics: str) -> int:
+        """How many instructions begin with one of `mnemonics`."""
+        return sum(instruction.startswith(mnemonics) for instruction in self.instructions)
+
+    @property
+    def spills(self) -> int:
+        """Loads from and stores to local memory."""
+        return self.count("LDL", "STL")
+
+
+@contextlib.contextmanager
+def launches(capability: int) -> Iterator[list[Compiled]]:
+    """Within it, Triton launches compile for sm_`capability` and are recorded instead of run."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+    from triton.runtime.jit import JITFunction
+
+    class Driver(DriverBase):
+        def __init__(self) -> None:
+            pass
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
+
+        def get_current_device(self) -> int:
+            return capability
+
+        def get_current_stream(self, _device: int) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> None:
+            return None
+
+        def get_benchmarker(self) -> None:
+            return None
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            return ty
+
+    compiled: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append(Compiled(self.fn.__name__, kernel.metadata.shared, _instructions(kernel.asm["sass"])))
+        return kernel
+
+    saved = triton.runtime.driver._active
+    triton.runtime.driver._active = Driver()
+    try:
+        with mock.patch.object(JITFunction, "run", compile_only):
+            yield compiled
+    finally:
+        triton.runtime.driver._active = saved
+
+
+def _instructions(sass: str) -> list[str]:
+    """Mnemonics of Triton's disassembly: `control codes <tab> [@predicate] MNEMONIC operands`."""
+    found = re.findall(r"^\S+\t\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", sass, re.MULTILINE)
+    assert found, "no instruction recognised: has the form of the disassembly changed?"
+    return found

@@ -1,0 +1,187 @@
+"""The Triton kernels under Triton's interpreter: bytes of append and quantise, numbers of prefill, without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import kernel_cases as cases
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_under_the_interpreter")
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the interpreter already")
+def test_under_the_interpreter() -> None:
+    # Triton reads the variable when a kernel is defined, so the kernels need a process of their own.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    assert "failed" not in result.stdout
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("global_scale", cases.GLOBAL_SCALES)
+def test_hard_blocks_have_the_bytes_of_the_scalar_program(global_scale: float, dtype: torch.dtype) -> None:
+    cases.check_hard_blocks("cpu", global_scale, dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("head_dim", cases.HEAD_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_append_writes_the_bytes_of_the_op(dtype: torch.dtype, head_dim: int) -> None:
+    cases.check_append("cpu", dtype, head_dim=head_dim)
+
+
+@interpreted
+@pytest.mark.parametrize("options", cases.APPENDS.values(), ids=cases.APPENDS.keys())
+def test_append_options(options: dict[str, Any]) -> None:
+    cases.check_append("cpu", **options)
+
+
+@interpreted
+@pytest.mark.parametrize("head_dim", [64, 80, 144])
+def test_append_transforms_in_float32(head_dim: int) -> None:
+    from torch_fp4kv.ops.kernels import append as kernel
+
+    torch.manual_seed(0)
+    # Powers of two: every product and sum is exact, so that the order of summation does not show in the bytes.
+    k = torch.randint(-8, 8, (2, 2, 5, head_dim)).float()
+    bias, transform = torch.randint(-4, 4, (2, head_dim)).float(), torch.randint(-2, 3, (2, head_dim, head_dim)).float()
+    slots = torch.randperm(40)[:10].view(2, 5)
+    storage = [[s.clone() for s in cases.calls.empty_storage(2, 2, 20, head_dim) * 2] for _ in range(2)]
+    g = torch.tensor(0.1)
+    for run, target in zip((kernel.append, cases.torch_fp4kv.append), storage):
+        run(*target, k, k.clone(), slots, g, g, k_bias=bias, k_transform=transform)
+    for ours, expected in zip(*storage):
+        assert torch.equal(ours, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("rule", ["4over6", "mse"])
+def test_searched_scales_have_the_error_of_the_reference(rule: str) -> None:
+    from torch_fp4kv.ops.kernels import quantize as kernel
+
+    torch.manual_seed(0)
+    x, g = torch.randn(200, 64), torch.tensor(0.01)
+    errors = [
+        (cases.torch_fp4kv.dequantize(*stored, g) - x).norm().item()
+        for stored in (kernel.quantize(x, g, None, rule), cases.blocks.encode(x, g, rule))
+    ]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("per", ["tensor", "head", "row"])
+@pytest.mark.parametrize("view", cases.LAYOUTS)
+def test_quantize_and_dequantize_have_the_bytes_of_the_ops(view: str, per: str) -> None:
+    cases.check_quantize("cpu", torch.bfloat16, 80, view, per)
+
+
+@interpreted
+@pytest.mark.parametrize("storage_format", ["nvfp4", "block-fp4"])
+def test_dequantize_reads_the_4_token_order(storage_format: str) -> None:
+    from torch_fp4kv.ops.kernels import quantize as kernel
+
+    torch.manual_seed(0)
+    words = torch.randint(-(2**62), 2**62, (2, 3, 8, 4))
+    scales = torch.randint(0, 127, words.shape, dtype=torch.uint8)
+    g = torch.tensor(0.1)
+    out = kernel.dequantize(words, scales, g, None, torch.float32, storage_format, "4token")
+    assert torch.equal(
+        out, cases.torch_fp4kv.dequantize(words, scales, g, format=storage_format, scale_layout="4token")
+    )
+
+
+@interpreted
+def test_dequantize_reads_fp8() -> None:
+    from torch_fp4kv.ops.kernels import quantize as kernel
+
+    data = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    g = torch.tensor(0.1)
+    out = kernel.dequantize(data, None, g, None, torch.float32, "fp8")
+    assert torch.equal(out, cases.torch_fp4kv.dequantize(data, None, g, format="fp8"))
+
+
+@interpreted
+@pytest.mark.parametrize("options", cases.PREFILLS.values(), ids=cases.PREFILLS.keys())
+def test_prefill(options: dict[str, Any]) -> None:
+    # The interpreter computes bf16 dot products wrongly, so that bf16 is left to the GPU tests.
+    cases.check_prefill(cases.prefill_call(torch.float16, **options), "cpu", 1e-3)
+
+
+@interpreted
+def test_prefill_with_a_stored_query_bias_and_sink_logits() -> None:
+    torch.manual_seed(1)
+    options: dict[str, Any] = {
+        "v_bias": torch.randn(2, 64),
+        "q_stored": torch.randn(2, 4, 20, 64).half(),
+        "stored_bias": torch.randn(2, 4, 20),
+        "sink_logits": torch.randn(4),
+    }
+    for softcap in (0.0, 5.0):
+        call = cases.prefill_call(
+            torch.float16, ring=24, num_sink_tokens=4, new=True, softcap=softcap, q_lengths=(20, 3), **options
+        )
+        cases.check_prefill(call, "cpu", 1e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("few_rows", [0, 1024], ids=["slabs", "splits"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_prefill_merges_slabs_and_splits(few_rows: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_fp4kv.ops.kernels import prefill
+
+    monkeypatch.setattr(prefill, "SPLIT_TOKENS", 64)
+    monkeypatch.setattr(prefill, "WORKSPACE_BYTES", 65536)
+    monkeypatch.setattr(prefill, "FEW_ROWS", few_rows)
+    options: dict[str, Any] = {"sink_logits": torch.randn(4), "q_lengths": (20, 3)[:batch]}
+    lengths = (300, 150)[:batch]
+    cases.check_prefill(
+        cases.prefill_call(torch.float16, lengths=lengths, capacity=512, new=True, ring=24, **options), "cpu", 1e-3
+    )
+
+
+@interpreted
+def test_a_prefill_row_depends_neither_on_batch_nor_on_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    from torch_fp4kv.ops.kernels import prefill
+
+    monkeypatch.setattr(prefill, "SPLIT_TOKENS", 64)
+    call = cases.prefill_call(torch.float16, lengths=(150, 90), capacity=256, new=True)
+    out, lse = prefill.run(call)
+    for b in range(2):
+        alone = prefill._rows_of(call, slice(b, b + 1))
+        assert torch.equal(prefill.run(alone)[0], out[b : b + 1])
+    wide = {}
+    for name in ("k_data", "k_scales", "v_data", "v_scales"):
+        stored = getattr(call, name)
+        wide[name] = torch.cat([stored, torch.full_like(stored, 0xFF if stored.dtype == torch.uint8 else -1)], 2)
+    wide_out, wide_lse = prefill.run(replace(call, **wide))
+    assert torch.equal(wide_out, out)
+    assert torch.equal(wide_lse, lse)
+
+
+@interpreted
+def test_what_prefill_leaves_to_the_fallback_has_a_reason() -> None:
+    from dataclasses import replace
+
+    from torch_fp4kv.ops.kernels import prefill
+
+    call = cases.prefill_call(torch.float16, new=True)
+    assert prefill.unsupported(call) is None
+    assert "mask" in prefill.unsupported(replace(call, mask=torch.ones(20, 90, dtype=torch.bool)))
+    assert "float32" in prefill.unsupported(cases.prefill_call(torch.float32))
+    assert "positive" in prefill.unsupported(replace(call, scale=-1.0))
+    assert "dtype" in prefill.unsupported(replace(call, k_new=call.k_new.float(), v_new=call.v_new.float()))

@@ -14,10 +14,15 @@ from .ops.format.constants import (
     GLOBAL_SCALE_MIN,
 )
 
-CONVENTIONS = ("decode", "encode", "amax/448", "amax/2688", "amax/6")
-"""What a stored scale may mean. "decode" is ours: `x ≈ code · block_scale · scale`; "encode" its reciprocal; the
-others are decode scales that divide the largest magnitude seen by 448, by 448 · 6 or by 6."""
-
+CONVENTIONS = {
+    "decode": "ours: `x ≈ code · block_scale · scale` (FlashInfer's KV quantise, append and dequantise)",
+    "amax/448": "a decode scale with six times head-room (ModelOpt's Hugging Face export, FP8 and NVFP4 alike)",
+    "amax/2688": "a decode scale without head-room (auto-round's export; two of ModelOpt's helpers)",
+    "encode": "the reciprocal of a decode scale (FlashInfer's fp4_quantize: 2688/amax; its paged quantise: 448/amax)",
+    "amax/6": "what maps the largest magnitude to code 6 with a block scale of 1 (llm-compressor, as reported)",
+    "sglang": "as SGLang reads a checkpoint on SM100: six times the number, unless that is exactly 1",
+}
+"""What a stored scale may mean. Nothing in the number tells; a checkpoint's reader must be told."""
 
 TYPICAL = {"nvfp4": 1.5, "fp8": 0.5}
 """A chosen scale puts the largest magnitude of a typical block at up to this many steps (at least half as many): for
@@ -55,15 +60,40 @@ def to_decode_scale(value: float, convention: str) -> float:
     """A checkpoint's or kernel's scale `value` as our decode scale.
 
     "amax/448" and "amax/2688" values are decode scales already (they differ in head-room); "encode" is inverted;
-    "amax/6" values are read as amax/6 and brought to amax/448.
+    "amax/6" is brought to amax/448; "sglang" multiplies by 6 unless the value is exactly 1.
 
     Raises:
-        ValueError: the convention is unknown, or the value is not positive.
+        ValueError: the convention is unknown, or the value is not positive and finite.
     """
-    if convention not in CONVENTIONS:
-        raise ValueError(f"unknown convention {convention!r}; known: {', '.join(CONVENTIONS)}")
-    if not value > 0:
-        raise ValueError(f"a scale must be positive, got {value}")
+    _check(value, convention)
     if convention == "encode":
         return 1.0 / value
-    return value * E2M1_MAX / E4M3_MAX if convention == "amax/6" else value
+    if convention == "amax/6":
+        return value * E2M1_MAX / E4M3_MAX
+    return value * 6.0 if convention == "sglang" and value != 1.0 else value
+
+
+def from_decode_scale(value: float, convention: str) -> float:
+    """The inverse of `to_decode_scale`; errors as there."""
+    _check(value, convention)
+    if convention == "encode":
+        return 1.0 / value
+    if convention == "amax/6":
+        return value * E4M3_MAX / E2M1_MAX
+    return value / 6.0 if convention == "sglang" and value != 1.0 else value
+
+
+def scale_of_amax(amax: float, convention: str) -> float:
+    """What a writer of `convention` stores for data whose largest magnitude is `amax`; "decode" and "encode" without
+    head-room, as FlashInfer's examples have it, "sglang" as ModelOpt writes it. Errors as in `to_decode_scale`."""
+    _check(amax, convention)
+    without = amax / (E4M3_MAX * E2M1_MAX)
+    by_convention = {"decode": without, "amax/2688": without, "encode": 1.0 / without, "amax/6": amax / E2M1_MAX}
+    return by_convention.get(convention, amax / E4M3_MAX)
+
+
+def _check(value: float, convention: str) -> None:
+    if convention not in CONVENTIONS:
+        raise ValueError(f"unknown convention {convention!r}; known: {', '.join(CONVENTIONS)}")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"a scale must be positive and finite, got {value}")

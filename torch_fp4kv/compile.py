@@ -72,11 +72,9 @@ class Backend:
         registry.register()
         config = _compat.inductor_config()
         inductor = _compat.inductor_backend(mode, options)
-        own = _patches(
-            inductor.config.get(_PASS, getattr(config, _PASS)),
-            inductor.config.get(_FUSION_THRESHOLD, getattr(config, _FUSION_THRESHOLD)),
-        )
-        compiled: Callable[..., Any] = inductor(graph, inputs, config_patches=own)
+        user = {name: inductor.config.get(name, getattr(config, name)) for name in (_PASS, _FUSION_THRESHOLD)}
+        inductor.config.update(_patches(*user.values()))
+        compiled: Callable[..., Any] = inductor(graph, inputs)
         return compiled
 
     def reset(self) -> None:

@@ -55,6 +55,16 @@ def test_append(capability: int, tokens: int) -> None:
     assert kernel.count("BAR") == 0
 
 
+def test_sizes_of_1_compile() -> None:
+    # Triton makes a constant of an argument that is 1.
+    x, g = torch.empty(1, 1, 1, 16), torch.ones(())
+    with offline.launches(90) as compiled:
+        append.append(*storage(1, 1, 16), *storage(1, 1, 16), x, x, torch.zeros(1, 1, dtype=torch.int64), g, g)
+        words, scales = quantize.quantize(x, g)
+        quantize.dequantize(words, scales, g)
+    assert [kernel.spills for kernel in compiled] == [0, 0, 0]
+
+
 def test_append_instructions_an_element() -> None:
     kernel = append_kernel(90, 4096)
     elements = 2 * append.N * 16 / (32 * append.NUM_WARPS)

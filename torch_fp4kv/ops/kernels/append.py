@@ -187,7 +187,7 @@ def _append(
         tl.store(target + 8, stored_hi, mask=valid[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "page_size"])
 def append_kernel(
     k,
     k_strides,

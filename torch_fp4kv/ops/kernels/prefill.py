@@ -609,10 +609,10 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
 def _rows_of(call: AttentionCall, part: slice) -> AttentionCall:
     """The call for some rows of the batch."""
-    by_row = ("q", "lengths", "q_lengths", "starts", "block_table", "k_new", "v_new", "k_exact", "v_exact")
-    by_row += ("exact_from", "q_stored", "stored_bias")
+    by_row = ["q", "lengths", "q_lengths", "starts", "block_table", "k_new", "v_new", "k_exact", "v_exact"]
+    by_row += ["exact_from", "q_stored", "stored_bias"]
     if call.block_table is None:
-        by_row += ("k_data", "k_scales", "v_data", "v_scales")
+        by_row += ["k_data", "k_scales", "v_data", "v_scales"]
     sliced = {name: getattr(call, name)[part] for name in by_row if getattr(call, name) is not None}
     return dataclasses.replace(call, **sliced)
 

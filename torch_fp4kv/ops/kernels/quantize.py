@@ -33,7 +33,7 @@ def _locate(num_blocks, heads, columns, S: tl.constexpr, N: tl.constexpr):
     return block.to(tl.int64), valid, a.to(tl.int64), h.to(tl.int64), c.to(tl.int64), (block % S).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def quantize_kernel(
     x,
     x_strides,
@@ -66,7 +66,7 @@ def quantize_kernel(
     tl.store(scales + block, bits.to(tl.uint8), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def dequantize_kernel(
     data,
     scales,

@@ -144,7 +144,7 @@ def greedy_agreement(model: Any, prompts: Tensor, num_new: int, make_cache: Call
     with torch.inference_mode():
         mask = torch.ones_like(prompts)
         own = model.generate(prompts, attention_mask=mask, **settings)
-        ours = model.generate(prompts, attention_mask=mask, past_key_values=make_cache(), **settings)
+        ours = model.generate(prompts, attention_mask=mask, **{cache_argument(model.forward): make_cache()}, **settings)
     same = (own == ours)[:, prompts.shape[1] :].int()
     return [int(n) for n in same.cumprod(-1).sum(-1)]
 

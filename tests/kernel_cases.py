@@ -70,6 +70,7 @@ APPENDS: dict[str, dict[str, Any]] = {
     "80 and 112": {"head_dim": 80, "v_head_dim": 112, "tokens": 70},
     "skip negative": {"skip_negative": True},
     "exact ring": {"exact": 9},
+    "exact ring, skip negative": {"exact": 9, "skip_negative": True},
     "fp8": {"k_format": "fp8", "v_format": "fp8"},
     "block-fp4": {"k_format": "block-fp4", "v_format": "block-fp4"},
     "exact": {"k_format": "exact", "v_format": "exact"},

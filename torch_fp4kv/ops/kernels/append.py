@@ -124,17 +124,19 @@ def _append(
     lo = tl.load(source, mask=valid[:, None], other=0.0)
     hi = tl.load(source + 8 * x_strides[3], mask=valid[:, None], other=0.0)
 
+    slot = tl.load(slots + b * slots_strides[0] + position * slots_strides[1], mask=valid, other=-1)
     if exact is not None:
         ring_slot = tl.load(
             exact_slots + b * exact_slots_strides[0] + position * exact_slots_strides[1], mask=valid, other=-1
         )
         # The last slot takes the writes that nobody reads: they are not made.
         kept = (valid & (ring_slot >= 0) & (ring_slot < num_exact - 1))[:, None]
+        if SKIP_NEGATIVE:
+            kept = kept & (slot >= 0)[:, None]
         copy = exact + head * exact_strides[1] + b * exact_strides[0] + ring_slot * exact_strides[2] + column
         tl.store(copy[:, None] + element, lo, mask=kept)
         tl.store(copy[:, None] + element + 8, hi, mask=kept)
 
-    slot = tl.load(slots + b * slots_strides[0] + position * slots_strides[1], mask=valid, other=-1)
     if not SKIP_NEGATIVE:
         slot = tl.where(slot < 0, slot + num_slots, slot)
     valid = valid & (slot >= 0) & (slot < num_slots)

@@ -48,7 +48,7 @@ test-slow: $(TEST_READY)
 # The oldest supported transformers and triton, each in a folder in front of .venv.
 test-old: $(TEST_READY) $(VENV)/.old
 	PYTHONPATH=$(VENV)/old-transformers $(PYTEST) tests/test_hf_*.py
-	PYTHONPATH=$(VENV)/old-triton $(PYTEST) tests/test_kernel*.py
+	PYTHONPATH=$(VENV)/old-triton $(PYTEST) tests/test_*kernels*.py
 
 lint: $(TEST_READY)
 	$(RUN) -m ruff check .

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "demo": "generate with a real model and an NVFP4 cache, and score what the cache costs",
-    "bench": "measure caches on this machine",
-    "doctor": "what works on this machine, and for what does not, the reason",
+    "demo": ("demo", "generate with a real model and an NVFP4 cache, and score what the cache costs"),
+    "doctor": ("doctor", "what works on this machine, and for what does not, the reason"),
+    "eval": ("evaluate", "score recipes on running text and on a copy task"),
+    "bench": ("bench", "measure caches on this machine"),
 }
-"""Help line by command; the module of the same name is imported only when its command is called."""
+"""Module and help line by command; a module is imported only when its command is called."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     module = None
-    for name, text in COMMANDS.items():
+    for name, (module_name, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if argv[:1] == [name]:
-            module = importlib.import_module(f"{__package__}.{name}")
+            module = importlib.import_module(f"{__package__}.{module_name}")
             module.add_arguments(command)
     args = parser.parse_args(argv)
     assert module is not None

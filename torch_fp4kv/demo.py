@@ -7,6 +7,7 @@ which backend ran each op. Needs the extra `demo`.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import sys
 import textwrap
@@ -21,12 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import doctor, lowering, scoring
+from . import as_decoded, doctor, fidelity, lowering, scoring
 from .console import heading, progress, table
 from .ops import backends
 
 PROMPT = "Why is the sky blue? Answer in two sentences."
 RECIPES = ("nvfp4", "nvfp4-plain", "k8v4", "fp8")
+
+STEP = 16
+"""Tokens a call when scoring: few enough to be no prefill, whose tokens would see each other exactly."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -231,28 +235,27 @@ def scores(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
     tokens = scoring.rows_of_text(tokenizer, args.rows, args.tokens).to(model.device)
     heading(
         f"What each recipe costs: {args.rows} x {args.tokens} tokens of Python's own documentation\n"
-        f"fed {scoring.STEP} at a time, so every key and value, a token's own included, is read back from storage"
+        f"fed {STEP} at a time: all that a recipe does not keep exact, a token's own K and V too, is read from storage"
     )
-    with progress(tokens.numel(), "full precision") as advance:
-        expected = scoring.reference(model, tokens)
-        advance(tokens.numel())
+    with progress(1, "full precision") as advance:
+        expected = as_decoded.full_precision(model, tokens).cpu()
+        advance(1)
     ordinary = ordinary_bytes(model, tokens[:1])
     bf16 = ordinary * 2 // model.dtype.itemsize
-    full = scoring.perplexity(expected, tokens)
-    rows = [
-        ("cache", "perplexity", "KL, nats/token", "same top token", "bytes/token", "of BF16", "fixed bytes/row*"),
-        ("ordinary", f"{full:.3f}", "0", "100.0 %", f"{ordinary:,}", f"{ordinary / bf16:.4f}", "-"),
-    ]
+    rows = [("cache", "perplexity", "KL, nats/token", "same top token", "bytes/token", "of BF16", "fixed bytes/row*")]
     for name in args.recipes:
         cache = NVFP4Cache(model.config, max_cache_len=args.tokens, recipe=name)
-        with progress(tokens.numel(), name) as advance:
-            score = scoring.score(model, tokens, expected, cache, progress=advance)
+        tally = fidelity.Tally()
+        with progress(-(-args.tokens // STEP), name) as advance:
+            got = fidelity.decoded(model, tokens, cache, STEP, functools.partial(advance, 1), step=STEP)
+        tally.add(expected, got, tokens.cpu())
+        score = tally.fidelity()
         cache.check()
         a_token, a_row = scoring.cache_bytes(cache, args.rows)
         rows.append(
             (
                 name,
-                f"{score.perplexity:.3f} ({100 * (score.perplexity / full - 1):+.2f} %)",
+                f"{score.perplexity:.3f} ({100 * score.perplexity_change:+.2f} %)",
                 f"{score.kl:.4f}",
                 f"{100 * score.top1:.1f} %",
                 f"{a_token:,}",
@@ -260,6 +263,8 @@ def scores(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
                 f"{a_row:,}",
             )
         )
+    full = f"{score.full_perplexity:.3f}"
+    rows.insert(1, ("ordinary", full, "0", "100.0 %", f"{ordinary:,}", f"{ordinary / bf16:.4f}", "-"))
     table(rows)
     dtype = str(model.dtype).removeprefix("torch.")
     print(f"* exact copies in {dtype}, scales, rotations: the same however long a row is")

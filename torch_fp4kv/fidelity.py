@@ -124,14 +124,17 @@ def sensitivity(
     return [scores[name].kl for name in alone]
 
 
-def decoded(model: Any, tokens: Tensor, cache: Any, prompt_tokens: int, progress: Progress = lambda: None) -> Tensor:
-    """float32 `[B, N, V]` log-probabilities, on the CPU, of `tokens` `[B, N]` decoded one by one through `cache` after
-    a prompt of `prompt_tokens` that was one call."""
+def decoded(
+    model: Any, tokens: Tensor, cache: Any, prompt_tokens: int, progress: Progress = lambda: None, step: int = 1
+) -> Tensor:
+    """float32 `[B, N, V]` log-probabilities, on the CPU, of `tokens` `[B, N]` decoded `step` at a time through `cache`
+    after a prompt of `prompt_tokens` that was one call."""
     argument = {cache_argument(model.forward): cache}
+    ends = [*range(prompt_tokens, tokens.shape[1], step), tokens.shape[1]]
     parts = []
     with torch.inference_mode():
-        for part in tokens.split([prompt_tokens] + [1] * (tokens.shape[1] - prompt_tokens), 1):
-            parts.append(torch.log_softmax(model(part, **argument).logits.float(), -1).cpu())
+        for start, end in zip([0, *ends], ends):
+            parts.append(torch.log_softmax(model(tokens[:, start:end], **argument).logits.float(), -1).cpu())
             progress()
     return torch.cat(parts, 1)
 

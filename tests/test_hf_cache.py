@@ -200,7 +200,7 @@ def test_check_reports_a_row_that_outgrew_the_capacity(model):
     cache.check()
     positions.advance(1)
     positions.crop(1)
-    with pytest.raises(RuntimeError, match="outgrew|overflowed"):
+    with pytest.raises(RuntimeError, match=r"outgrew|overflowed"):
         cache.check()
     cache.reset()
     cache.check()

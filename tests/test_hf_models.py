@@ -10,9 +10,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import compile_everywhere, greedy, prompt
+from hf_models import compile_everywhere, greedy, prompt  # noqa: E402
 
-from torch_fp4kv import NVFP4Cache
+from torch_fp4kv import NVFP4Cache  # noqa: E402
 
 COMMON: dict[str, Any] = {
     "hidden_size": 128,

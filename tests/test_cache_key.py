@@ -36,7 +36,7 @@ def test_two_versions_of_a_lowering_share_a_cache_and_give_two_results(tmp_path:
         shutil.copytree(source, tmp_path / version / "torch_fp4kv", ignore=shutil.ignore_patterns("__pycache__"))
     changed = tmp_path / "second" / "torch_fp4kv" / "lowering" / "arithmetic.py"
     text = changed.read_text()
-    assert text.count("a.const(0.5)") + text.count("const(0.5)") == 1
+    assert text.count("const(0.5)") == 1
     changed.write_text(text.replace("const(0.5)", "const(0.25)"))
 
     first, second, again = (run(tmp_path / version, tmp_path / "cache") for version in ("first", "second", "first"))

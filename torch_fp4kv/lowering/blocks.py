@@ -64,7 +64,7 @@ def encode_nvfp4(
             x, one = element(i, r[0]), bound(i, bits(i, divisor))
             code = a.e2m1_encode(x, one)
             error = ops.sub(
-                a.with_sign(ops.mul(a.e2m1_magnitude(code), one), code, 3), ops.where(a.is_nan(x), a.const(0.0), x)
+                a.with_sign(ops.mul(a.e2m1_magnitude(code), one), code, 8), ops.where(a.is_nan(x), a.const(0.0), x)
             )
             return ops.mul(error, error)
 

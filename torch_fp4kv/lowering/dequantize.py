@@ -39,7 +39,7 @@ def lower(
     def fp8(i: Any) -> Any:
         bits = ops.to_dtype(load_data(i), a.I32)
         magnitude = a.e4m3_decode(ops.bitwise_and(bits, a.const(0x7F, a.I32)))
-        return a.with_sign(ops.mul(magnitude, load_global(i)), bits, 7)
+        return a.with_sign(ops.mul(magnitude, load_global(i)), bits, 0x80)
 
     def fp4(i: Any) -> Any:
         assert load_scale is not None
@@ -47,7 +47,7 @@ def lower(
         code = a.nibble(load_data(block), ModularIndexing(i[-1], 1, BLOCK))
         bits = ops.to_dtype(load_scale(block), a.I32)
         bound = a.power_of_two(bits) if format == "block-fp4" else ops.mul(a.e4m3_decode(bits), load_global(block))
-        return a.with_sign(ops.mul(a.e2m1_magnitude(code), bound), code, 3)
+        return a.with_sign(ops.mul(a.e2m1_magnitude(code), bound), code, 8)
 
     def inner(i: Any) -> Any:
         value = fp8(i) if format == "fp8" else fp4(i)

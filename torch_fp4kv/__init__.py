@@ -5,19 +5,23 @@ from typing import Any
 
 from . import compile, lowering
 from .cache.module import NVFP4KVCache
+from .checkpoint import CheckpointScales, load_scales
 from .compile import disable, enable
 from .ops import append, attention, dequantize, explain, from_packed, quantize, to_packed
-from .recipe import Recipe, get_recipe, recipes, register_recipe
+from .recipe import LayerCalibration, Recipe, get_recipe, recipes, register_recipe
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointScales",
+    "LayerCalibration",
     "NVFP4Cache",
     "NVFP4KVCache",
     "PagedNVFP4Cache",
     "Recipe",
     "append",
     "attention",
+    "calibrate",
     "compile",
     "dequantize",
     "disable",
@@ -25,6 +29,8 @@ __all__ = [
     "explain",
     "from_packed",
     "get_recipe",
+    "guarded",
+    "load_scales",
     "lowering",
     "quantize",
     "recipes",
@@ -43,10 +49,15 @@ def register_attention() -> None:
 
 def __getattr__(name: str) -> Any:
     # transformers takes seconds to import, so what needs it is imported when asked for.
-    modules = {"NVFP4Cache": "hf", "PagedNVFP4Cache": "paged"}
+    modules = {
+        "NVFP4Cache": "cache.hf",
+        "PagedNVFP4Cache": "cache.paged",
+        "calibrate": "calibration",
+        "guarded": "calibration",
+    }
     if name in modules:
         try:
-            return getattr(importlib.import_module(f".cache.{modules[name]}", __name__), name)
+            return getattr(importlib.import_module(f".{modules[name]}", __name__), name)
         except ModuleNotFoundError as error:
             if error.name != "transformers":
                 raise

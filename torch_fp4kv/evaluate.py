@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import console, fidelity, key_bias, scoring
 from .as_decoded import PROMPT_TOKENS, layer_recipes
-from .calibrate import statistics
+from .calibration import statistics
 from .peers import PEERS, peer_fidelity
 from .recipe import Recipe, get_recipe, recipes
 

@@ -38,6 +38,8 @@ def choose_global_scale(x: Tensor, weights: Tensor | None = None, storage_format
     `TYPICAL`. Non-finite values are left out, and so are tokens whose `weights` (`[B, T]`, bool) are False. A head
     without any non-zero value gets a default that covers magnitudes up to 10.5.
     """
+    if x.shape[0] == 0 or x.shape[2] == 0:
+        return torch.full(x.shape[1:2], DEFAULT_GLOBAL_SCALE, device=x.device)
     magnitude = x.detach().to(torch.float32).abs()
     seen = magnitude.isfinite()
     if weights is not None:

@@ -11,11 +11,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..ops.format.constants import E4M3_MAX_BITS
-from ..recipe import Recipe, get_recipe
+from ..recipe import LayerCalibration, Recipe, get_recipe
 from . import attention_interface, serialize
 from .handle import KVHandle
 from .positions import RING_SLACK, Positions
 from .storage import LayerStorage
+
+SMALLEST_NORMAL_BITS = 8
+"""e4m3 bits of 2^-6; below, a block scale has fewer than four significant bits."""
 
 _GROWTH = 256
 """Tokens by which a growing cache is enlarged at least; it also grows by half, so copies stay amortised."""
@@ -336,7 +339,7 @@ class NVFP4Cache(Cache):
 
     def check(self) -> None:
         """Looks for what only the device knows (synchronises): raises if a row outgrew the capacity, and warns once if
-        tokens were so much larger than the first ones that their scales saturated.
+        tokens were so large that their scales saturated, or so small under a given scale that they underflowed.
 
         Raises:
             RuntimeError: a row grew past `max_cache_len`.
@@ -345,13 +348,25 @@ class NVFP4Cache(Cache):
             positions.check()
         if self._saturation_reported:
             return
+        small = [
+            index
+            for index, layer in enumerate(self.layers)
+            if layer.is_initialized and _underflows(layer.storage, layer.positions.lengths)
+        ]
+        if small:
+            self._saturation_reported = True
+            warnings.warn(
+                f"the given scale is too large for K or V of layer {', '.join(map(str, small))}: most block scales are "
+                "subnormal or zero, and values are lost; is its convention another? See torch_fp4kv.scales.CONVENTIONS",
+                stacklevel=2,
+            )
         saturated = sum(
             _saturated_blocks(layer.storage, layer.positions.lengths) for layer in self.layers if layer.is_initialized
         )
         if saturated:
             self._saturation_reported = True
             warnings.warn(
-                f"{saturated} blocks of K or V exceeded the scale chosen from the first tokens and were clipped",
+                f"{saturated} blocks of K or V exceeded the range of their scale and were clipped",
                 stacklevel=2,
             )
 
@@ -363,6 +378,21 @@ def _saturated_blocks(storage: LayerStorage, lengths: Tensor) -> int:
         if scales is not None and kind == "nvfp4":
             count += int(((scales == E4M3_MAX_BITS) & written[:, None, :, None]).sum())
     return count
+
+
+def _underflows(storage: LayerStorage, lengths: Tensor) -> bool:
+    """More than half of the blocks of K or V have a subnormal scale or none, under a scale that was given."""
+    known = storage.recipe.calibration[0] if storage.recipe.calibration else LayerCalibration()
+    written = (torch.arange(storage.tokens, device=lengths.device) < lengths[:, None])[:, None, :, None]
+    for scale, scales, kind in (
+        (known.k_scale, storage.k_scales, storage.recipe.k_format),
+        (known.v_scale, storage.v_scales, storage.recipe.v_format),
+    ):
+        if scale is not None and scales is not None and kind == "nvfp4":
+            small = (scales < SMALLEST_NORMAL_BITS) & written
+            if 2 * int(small.sum()) > int(written.expand_as(scales).sum()):
+                return True
+    return False
 
 
 def layer_kinds(config: Any) -> list[tuple[str, int]]:

@@ -32,30 +32,30 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     batch, heads, num_queries, _ = call.q.shape
     out, lse = call.empty_out(), call.empty_lse()
     if lse.numel():
-        block = max(1, SCORE_ELEMENTS // (batch * heads * _tile_size(call)))
+        block = max(1, SCORE_ELEMENTS // (batch * heads * tile_size(call)))
         for first in range(0, num_queries, block):
             last = min(first + block, num_queries)
-            out[:, :, first:last], lse[:, :, first:last] = _attend(_Queries(call, first, last))
+            out[:, :, first:last], lse[:, :, first:last] = _attend(Queries(call, first, last))
     return out, lse if call.return_lse else None
 
 
-def _attend(queries: _Queries) -> tuple[Tensor, Tensor]:
-    softmax = _RunningSoftmax(queries)
+def _attend(queries: Queries) -> tuple[Tensor, Tensor]:
+    softmax = RunningSoftmax(queries)
     for tile in _stored_tiles(queries):
         softmax.add(*tile, stored=True)
-    for tile in _exact_tiles(queries):
+    for tile in exact_tiles(queries):
         softmax.add(*tile, stored=False)
     return softmax.finish()
 
 
-def _tile_size(call: AttentionCall) -> int:
+def tile_size(call: AttentionCall) -> int:
     size = max(16, TILE_ELEMENTS // (call.q.shape[0] * call.num_kv_heads * max(call.head_dim, call.v_head_dim)))
     if call.block_table is not None:
         return max(call.page_size, size // call.page_size * call.page_size)
     return size // 4 * 4
 
 
-class _Queries:
+class Queries:
     """Queries `first … last - 1` of a call with their positions, and what they may see."""
 
     def __init__(self, call: AttentionCall, first: int, last: int) -> None:
@@ -127,8 +127,8 @@ class _Queries:
         return at.unflatten(1, (self.call.num_kv_heads, self.call.group))
 
 
-class _RunningSoftmax:
-    def __init__(self, queries: _Queries) -> None:
+class RunningSoftmax:
+    def __init__(self, queries: Queries) -> None:
         self.queries = queries
         shape = queries.q.shape[:-1]
         self.top = queries.q.new_full(shape, float("-inf"))
@@ -168,15 +168,13 @@ class _RunningSoftmax:
         return out.flatten(1, 2), (top + torch.log(total)).flatten(1, 2)
 
 
-def _stored_tiles(queries: _Queries) -> Iterator[Tile]:
+def _stored_tiles(queries: Queries) -> Iterator[Tile]:
     """Tiles of stored tokens that some row may see and has no exact copy of."""
     call = queries.call
-    tile = _tile_size(call)
+    tile = tile_size(call)
     start, end = _range(queries)
-    start = start // call.page_size * call.page_size if call.block_table is not None else start // 4 * 4
     newest = queries.first_new[:, None] - 1
     while start < end:
-        # V's scales may be permuted within 4 tokens (`v_scale_layout`), so that tiles hold whole groups of 4.
         stop = min(start + tile, -(-end // 4) * 4, call.capacity)
         positions = torch.arange(start, stop, device=call.q.device)[None]
         if call.block_table is None:
@@ -191,21 +189,30 @@ def _stored_tiles(queries: _Queries) -> Iterator[Tile]:
         start = stop
 
 
-def _range(queries: _Queries) -> tuple[int, int]:
-    """Slots of a page, or positions with a block table, that the tiles must cover.
+def _range(queries: Queries) -> tuple[int, int]:
+    """As `slot_range`, on the host. Off the CPU the lengths are not looked at: that would synchronise."""
+    if queries.call.q.device.type != "cpu":
+        return 0, queries.call.capacity
+    start, end = slot_range(queries)
+    return int(start), int(end)
 
-    Off the CPU the lengths are not looked at: that would synchronise.
-    """
+
+def slot_range(queries: Queries) -> tuple[Tensor, Tensor]:
+    """`[start, end)`, 0-d int64: slots of a page, or positions with a block table, that the stored tiles must cover."""
     call = queries.call
-    whole = (0, call.capacity)
-    if call.q.device.type != "cpu" or (call.block_table is None and int(queries.first_new.max()) > call.page_size):
-        return whole
     first, end = queries.sink_end, torch.minimum(queries.first_ring, queries.first_new)
     if call.window > 0:
         first = torch.maximum(first, queries.positions[:, 0] - call.window + 1)
     if call.causal:
         end = torch.minimum(end, queries.positions[:, -1] + 1)
-    return max(0, int(first.min())), min(int(end.max()), call.capacity)
+    start, end = first.min().clamp(min=0), end.max().clamp(max=call.capacity)
+    if call.block_table is None:
+        # A page that has gone round holds recent tokens anywhere.
+        wrapped = queries.first_new.max() > call.page_size
+        start, end = torch.where(wrapped, 0, start), torch.where(wrapped, call.capacity, end)
+    # V's scales may be permuted within 4 tokens (`v_scale_layout`), so that tiles hold whole groups of 4.
+    unit = 4 if call.block_table is None else call.page_size
+    return start // unit * unit, end
 
 
 def _stored(
@@ -230,7 +237,7 @@ def _stored(
     return values(tile(data), None if scales is None else tile(scales), global_scale, storage_format, scale_layout)
 
 
-def _exact_tiles(queries: _Queries) -> Iterator[Tile]:
+def exact_tiles(queries: Queries) -> Iterator[Tile]:
     """Sinks, the ring of recent tokens, and the new tokens of this call, each where the call has them."""
     call = queries.call
     first_new = queries.first_new[:, None]
@@ -255,7 +262,7 @@ def _exact_tiles(queries: _Queries) -> Iterator[Tile]:
 
 
 def _pieces(start: int, end: int, call: AttentionCall) -> Iterator[tuple[int, int]]:
-    size = _tile_size(call)
+    size = tile_size(call)
     for first in range(start, end, size):
         yield first, min(first + size, end)
 

@@ -1,0 +1,259 @@
+"""Decode on a GPU against the float64 oracle: options, shapes, how work is spread, capture, sizes past 2^31."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import calls
+import oracle
+import pytest
+import torch
+from torch import Tensor
+
+from torch_fp4kv.ops.call import AttentionCall
+
+pytestmark = pytest.mark.gpu
+BIAS = torch.linspace(-0.5, 0.5, 128).repeat(2, 1)
+
+CASES: dict[str, dict[str, Any]] = {
+    "one token": {"lengths": (1,)},
+    "empty row": {"lengths": (0, 70)},
+    "four rows": {"lengths": (700, 64, 65, 128), "capacity": 1024},
+    "no group": {"heads": 2},
+    "group of 3": {"heads": 6},
+    "group of 8": {"heads": 16},
+    "group of 16": {"heads": 32},
+    "group of 32": {"heads": 64},
+    "two queries": {"num_queries": 2, "lengths": (90, 2)},
+    "five queries": {"num_queries": 5, "lengths": (300, 64)},
+    "sixteen queries": {"num_queries": 16, "lengths": (300, 64)},
+    "512 columns": {"num_queries": 16, "heads": 64, "lengths": (200,)},
+    "padded queries": {"num_queries": 4, "q_lengths": (4, 1, 0), "lengths": (200, 77, 5)},
+    "not causal": {"num_queries": 3, "causal": False},
+    "left padding": {"starts": (7, 64), "lengths": (150, 130)},
+    "window": {"window": 17, "lengths": (300, 9)},
+    "window over queries": {"window": 17, "num_queries": 4, "lengths": (300, 20)},
+    "soft-cap": {"softcap": 5.0},
+    "ring": {"lengths": (300, 150), "capacity": 128},
+    "ring of 16s": {"lengths": (300, 150), "capacity": 80, "num_queries": 2},
+    "pages of 16": {"lengths": (300, 70), "capacity": 320, "page_size": 16},
+    "pages of 32": {"lengths": (300, 70), "capacity": 320, "page_size": 32},
+    "pages of 64": {"lengths": (300, 70), "capacity": 320, "page_size": 64},
+    "pages of 256": {"lengths": (300, 70), "capacity": 512, "page_size": 256},
+    "exact ring": {"ring": 24, "num_sink_tokens": 4, "starts": (3, 2), "lengths": (300, 90)},
+    "long exact ring": {"ring": 130, "num_sink_tokens": 4, "lengths": (300, 90), "num_queries": 3},
+    "all exact": {"ring": 64, "lengths": (40, 64)},
+    "sinks alone": {"num_sink_tokens": 4, "lengths": (300, 3)},
+    "exact window, soft-cap": {"ring": 24, "num_sink_tokens": 4, "window": 40, "softcap": 5.0, "lengths": (300, 90)},
+    "bias of V": {"v_bias": BIAS, "ring": 24},
+}
+HEAD_SIZES = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64, 256), (256, 80), (96, 64)]
+
+
+def call(**options: Any) -> AttentionCall:
+    """Two rows of D 128 and what `options` of `calls.make` change, with float32 results, on the CPU."""
+    lengths = options.get("lengths", (90, 33))
+    capacity = -(-max(*lengths, 1) // 64) * 64
+    options = {"lengths": lengths, "capacity": capacity, "head_dim": 128, **options}
+    return calls.make(out_dtype=torch.float32, return_lse=True, **options)
+
+
+def on_gpu(c: AttentionCall) -> AttentionCall:
+    fields = {name: getattr(c, name) for name in AttentionCall.__slots__}
+    return replace(c, **{name: x.cuda() for name, x in fields.items() if isinstance(x, Tensor)})
+
+
+def check(c: AttentionCall, tolerance: float = 1e-3) -> None:
+    """The kernel's output has a relative error (2-norm) under `tolerance`; unseen queries give 0 and -inf."""
+    from torch_fp4kv.ops.kernels import decode
+
+    assert decode.unsupported(on_gpu(c)) is None
+    out, lse = decode.run(on_gpu(c))
+    assert lse is not None
+    out, lse = out.cpu(), lse.cpu()
+    expected, expected_lse = oracle.attend(c)
+    assert torch.isfinite(out).all()
+    assert float((out - expected).norm()) <= tolerance * float(expected.norm())
+    unseen = expected_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, unseen)
+    assert torch.all(out[unseen] == 0)
+    assert float((lse - expected_lse)[~unseen].abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_options(name: str) -> None:
+    check(call(dtype=torch.bfloat16, **CASES[name]))
+
+
+@pytest.mark.parametrize(("d", "dv"), HEAD_SIZES)
+@pytest.mark.parametrize("heads", [2, 8, 32])
+def test_head_sizes(d: int, dv: int, heads: int) -> None:
+    check(call(head_dim=d, v_head_dim=dv, heads=heads, lengths=(200, 70), num_queries=2))
+    check(call(head_dim=d, v_head_dim=dv, heads=heads, lengths=(200, 70), page_size=32, capacity=256, ring=20))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1.0, 1e3, 1e30])
+def test_queries_of_any_magnitude(dtype: torch.dtype, magnitude: float) -> None:
+    if dtype == torch.float16:
+        magnitude = min(max(magnitude, 1e-3), 1e3)
+    c = call(lengths=(200, 70), ring=20)
+    check(replace(c, q=(c.q * magnitude).to(dtype), scale=0.1 / magnitude))
+
+
+def test_strided_queries() -> None:
+    c = call(num_queries=3, heads=8)
+    q = torch.randn(2, 3, 8, 256)[..., ::2].transpose(1, 2)
+    check(replace(c, q=q))
+
+
+@pytest.mark.parametrize("options", [{}, {"ring": 24, "num_sink_tokens": 4}], ids=["stored", "with exact"])
+def test_masks(options: dict[str, Any]) -> None:
+    c = call(num_queries=3, lengths=(200, 70), **options)
+    torch.manual_seed(1)
+    for shape in [(2, 4, 3, 200), (2, 1, 1, 200), (1, 4, 1, 150), (1, 1, 3, 256)]:
+        visible = torch.rand(shape) < 0.7
+        check(replace(c, mask=visible))
+        check(replace(c, mask=torch.randn(shape).masked_fill(~visible, -torch.inf), causal=False))
+        check(replace(c, mask=torch.randn(shape, dtype=torch.bfloat16)))
+    check(replace(c, mask=torch.zeros(2, 1, 1, 200, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize("options", [{}, {"ring": 24, "num_sink_tokens": 4}], ids=["stored", "with exact"])
+def test_sink_logits_and_shifted_keys(options: dict[str, Any]) -> None:
+    c = call(lengths=(200, 0, 70), num_queries=2, **options)
+    torch.manual_seed(1)
+    check(replace(c, sink_logits=torch.randn(4) * 3))
+    check(replace(c, q_stored=torch.randn_like(c.q), stored_bias=torch.randn(c.q.shape[:3]) * 5))
+    k_global = torch.tensor([0.01, 0.05])
+    check(replace(c, k_global=k_global, v_global=k_global.flip(0)))
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Sets up to how many programs each tile and each group has its own."""
+    from torch_fp4kv.ops.kernels import decode
+
+    found = decode.configuration
+
+    def limit(tile: int, group: int) -> None:
+        def limited(*args: int) -> Any:
+            return replace(found(*args), tile_programs=tile, group_programs=group)
+
+        monkeypatch.setattr(decode, "configuration", limited)
+
+    yield limit
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_results_do_not_depend_on_how_work_is_spread(programs: Any, heads: int) -> None:
+    from torch_fp4kv.ops.kernels import decode
+
+    c = on_gpu(call(lengths=(20000, 8192, 700, 9000), starts=(0, 5, 64, 4100), heads=heads, num_queries=2))
+    programs(1 << 20, 0)
+    out, lse = decode.run(c)
+    for tile, group in ((0, 1 << 20), (0, 0), (100, 1000)):
+        programs(tile, group)
+        found = decode.run(c)
+        assert torch.equal(out, found[0])
+        assert torch.equal(lse, found[1])
+    expected = oracle.attend(c)[0]
+    assert float((out - expected).norm() / expected.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"page_size": 16}, {"ring": 100, "num_sink_tokens": 4}], ids=str)
+def test_rows_equal_their_own_runs(options: dict[str, Any]) -> None:
+    """Batch, capacity and page size leave each bit of a row's result as it is."""
+    from torch_fp4kv.ops.kernels import decode
+
+    lengths = (5000, 1, 700, 64)
+    options = {"lengths": lengths, "heads": 8, "num_queries": 2, "capacity": 5120, **options}
+    c = on_gpu(call(**options))
+    out, lse = decode.run(c)
+    for b in range(len(lengths)):
+        rows = {"q", "lengths", "exact_from", "k_exact", "v_exact"}
+        if c.block_table is None:
+            rows |= {"k_data", "k_scales", "v_data", "v_scales"}
+        else:
+            rows |= {"block_table"}
+        fields = {name: getattr(c, name) for name in rows}
+        alone = replace(c, **{name: x[b : b + 1] for name, x in fields.items() if x is not None})
+        found = decode.run(alone)
+        assert torch.equal(out[b : b + 1], found[0])
+        assert torch.equal(lse[b : b + 1], found[1])
+
+
+def test_pages_and_capacity_do_not_matter() -> None:
+    from torch_fp4kv.ops.kernels import decode
+
+    options: dict[str, Any] = {"lengths": (3000, 700), "heads": 8}
+    expected = decode.run(on_gpu(call(**options, capacity=3008)))
+    for change in ({"capacity": 65536}, {"capacity": 4096, "page_size": 16}, {"capacity": 8192, "page_size": 1024}):
+        found = decode.run(on_gpu(call(**options, **change)))
+        assert torch.equal(expected[0], found[0])
+        assert torch.equal(expected[1], found[1])
+
+
+def test_a_captured_graph_is_right_at_other_lengths() -> None:
+    from torch_fp4kv.ops.kernels import decode
+
+    c = on_gpu(call(lengths=(9000, 9000), heads=8, ring=100, num_sink_tokens=4))
+    assert c.exact_from is not None
+    decode.run(c)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = decode.run(c)
+    for lengths in ((9000, 8999), (8990, 8950)):
+        c.lengths.copy_(torch.tensor(lengths))
+        out.fill_(torch.nan)
+        graph.replay()
+        expected, expected_lse = oracle.attend(c)
+        assert float((out - expected).norm() / expected.norm()) < 1e-3
+        assert float((lse - expected_lse).abs().max()) < 1e-3
+
+
+def test_more_than_2_31_elements() -> None:
+    """Rows, pages and queries beyond 2^31 elements from the first."""
+    from torch_fp4kv.ops.kernels import decode
+
+    heads, tokens, batch = 8, 1 << 18, 10
+    words = torch.zeros(batch, heads, tokens, 8, dtype=torch.int64, device="cuda")
+    scales = torch.full((batch, heads, tokens, 8), 0x38, dtype=torch.uint8, device="cuda")
+    assert words.numel() * 16 > 2**31
+    torch.manual_seed(0)
+    some = torch.randint(-(2**63), 2**63 - 1, (heads, 300, 8), device="cuda")
+    q = torch.randn(batch, 32, 1, 128, device="cuda")
+    g, lengths = torch.ones((), device="cuda"), torch.full((batch,), 300, dtype=torch.int32, device="cuda")
+    for b in (0, batch - 1):
+        words[b, :, :300] = some
+    q[-1] = q[0]
+    c = AttentionCall(q, words, scales, words, scales, g, g, lengths, scale=0.02)
+    out, _ = decode.run(c)
+    assert torch.equal(out[0], out[-1])
+    paged = replace(
+        c,
+        q=q[-1:],
+        lengths=lengths[:1],
+        block_table=torch.tensor([[batch - 1]], dtype=torch.int32, device="cuda"),
+    )
+    assert torch.equal(out[:1], decode.run(paged)[0])
+    last = replace(c, q=q[-1:], lengths=lengths[:1] * 0 + tokens, starts=lengths[:1] * 0 + tokens - 300)
+    words[0, :, -300:] = some
+    last = replace(last, k_data=words[:1], v_data=words[:1], k_scales=scales[:1], v_scales=scales[:1])
+    found = decode.run(last)[0]
+    assert float((found - out[:1]).norm() / out[:1].norm()) < 1e-3
+
+
+def test_the_second_gpu() -> None:
+    from torch_fp4kv.ops.kernels import decode
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    c = call(lengths=(200, 70))
+    fields = {name: getattr(c, name) for name in AttentionCall.__slots__}
+    moved = replace(c, **{name: x.to("cuda:1") for name, x in fields.items() if isinstance(x, Tensor)})
+    out, _ = decode.run(moved)
+    expected, _ = oracle.attend(c)
+    assert float((out.cpu() - expected).norm() / expected.norm()) < 1e-3

@@ -3,7 +3,7 @@
 Every K and V goes through a real `LayerStorage`: bias and global scales come from the first `prompt_tokens`, all tokens
 are quantised, and the query at position i reads from storage what would have left its exact window by then: every
 position but the last R (its own counted in) and the first S. So it is the cache a decoding user has, without a prompt
-whose tokens saw each other exactly. Attention is written out; memory grows with the square of the text.
+whose tokens saw each other exactly. Attention is written out, a block of queries at a time.
 
 Shapes: B rows, Hq query heads, H KV heads, G = Hq / H, N tokens, D and Dv head sizes, V vocabulary.
 """
@@ -30,8 +30,8 @@ NAME = "fp4kv_as_decoded"
 PROMPT_TOKENS = 64
 """Tokens that bias and global scales are taken from where nothing else is said."""
 
-SCORE_ELEMENTS = 1 << 27
-"""Scores held at once: bounds the queries of a block."""
+QUERIES = 256
+"""Queries of a block."""
 
 Handler = Callable[[int, Tensor, Tensor, Tensor], "StoredText | None"]
 """Called with a layer's index, q `[B, Hq, N, D]`, k `[B, H, N, D]`, v `[B, H, N, Dv]`; None means exact attention."""
@@ -71,10 +71,16 @@ class StoredText:
         q_stored = q if q_stored is None else q_stored[0].unflatten(0, shape)
         return q_stored, None if bias is None else bias[0].unflatten(0, shape)
 
-    def reads_storage(self, query: Tensor, key: Tensor) -> Tensor:
-        """bool `[n, N]`: whether the query at position `query` `[n]` reads position `key` `[N]` from storage."""
-        far = query[:, None] - key >= self.recipe.exact_window
-        return far & (key >= self.recipe.num_sink_tokens)
+    def exact_parts(self, query: Tensor, key: Tensor) -> list[tuple[slice, Tensor]]:
+        """Where queries at consecutive positions `query` `[n]` read exact copies: columns of `key` (0, 1, … `[N]`) and
+        bool `[n, columns]`; no column is in two. All else comes from storage."""
+        first, last = int(query[0]), int(query[-1]) + 1
+        sinks = min(self.recipe.num_sink_tokens, last)
+        parts = [(slice(0, sinks), torch.ones(len(query), sinks, dtype=torch.bool, device=query.device))]
+        window = slice(max(sinks, first - self.recipe.exact_window + 1), last)
+        if self.recipe.exact_window and window.start < window.stop:
+            parts.append((window, query[:, None] - key[window] < self.recipe.exact_window))
+        return [part for part in parts if part[1].numel()]
 
 
 def _tiled(recipe: Recipe, rows: int) -> Recipe:
@@ -210,34 +216,46 @@ class _Row:
 
 
 def _attend(row: _Row, stored: StoredText | None, scale: float, softcap: float, sink_logits: Tensor | None) -> Tensor:
-    """float32 `[Hq, N, Dv]`."""
+    """float32 `[Hq, N, Dv]`, block of queries by block of queries; keys after a block are not looked at."""
     heads, num_tokens = row.k.shape[0], row.q.shape[1]
     position = torch.arange(num_tokens, device=row.q.device)
 
     def grouped(x: Tensor) -> Tensor:
         return x.to(torch.float32).unflatten(0, (heads, -1))
 
-    q, k, v = grouped(row.q), row.k.to(torch.float32)[:, None], row.v.to(torch.float32)[:, None]
+    q, k, v = grouped(row.q) * scale, row.k.to(torch.float32)[:, None], row.v.to(torch.float32)[:, None]
+    q_stored = bias = k_stored = v_stored = None
+    if row.q_stored is not None and row.k_stored is not None and row.v_stored is not None:
+        q_stored, k_stored, v_stored = grouped(row.q_stored) * scale, row.k_stored[:, None], row.v_stored[:, None]
+    if row.bias is not None:
+        bias = grouped(row.bias)[..., None] * scale
     out = []
-    block = max(1, SCORE_ELEMENTS // (row.q.shape[0] * num_tokens))
-    for first in range(0, num_tokens, block):
-        rows = slice(first, first + block)
-        scores = q[:, :, rows] @ k.transpose(-1, -2)
-        if stored is not None and row.q_stored is not None and row.k_stored is not None:
-            far = stored.reads_storage(position[rows], position)
-            other = grouped(row.q_stored)[:, :, rows] @ row.k_stored[:, None].transpose(-1, -2)
-            if row.bias is not None:
-                other = other + grouped(row.bias)[:, :, rows, None]
-            scores = torch.where(far, other, scores)
-        scores = scores * scale
+    for first in range(0, num_tokens, QUERIES):
+        last = min(first + QUERIES, num_tokens)
+        rows, columns = slice(first, last), slice(0, last)
+        near: list[tuple[slice, Tensor]] = []
+        if stored is None or q_stored is None or k_stored is None:
+            scores = q[:, :, rows] @ k[:, :, columns].transpose(-1, -2)
+        else:
+            scores = q_stored[:, :, rows] @ k_stored[:, :, columns].transpose(-1, -2)
+            scores = scores if bias is None else scores.add_(bias[:, :, rows])
+            near = stored.exact_parts(position[rows], position)
+            for part, exact in near:
+                own = q[:, :, rows] @ k[:, :, part].transpose(-1, -2)
+                scores[..., part] = torch.where(exact, own, scores[..., part])
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~row.mask[:, None, rows, :num_tokens], float("-inf"))
+        scores = scores.masked_fill_(~row.mask[:, None, rows, columns], float("-inf"))
         weights = _softmax(scores, sink_logits)
-        if stored is not None and row.v_stored is not None:
-            out.append((weights * far) @ row.v_stored[:, None] + (weights * ~far) @ v)
-        else:
-            out.append(weights @ v)
+        if v_stored is None:
+            out.append(weights @ v[:, :, columns])
+            continue
+        total = torch.zeros((), device=v.device)
+        for part, exact in near:
+            own = weights[..., part]
+            total = total + (own * exact) @ v[:, :, part]
+            own.masked_fill_(exact, 0.0)
+        out.append(weights @ v_stored[:, :, columns] + total)
     return torch.cat(out, 2).flatten(0, 1)
 
 

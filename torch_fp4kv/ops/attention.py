@@ -149,7 +149,7 @@ def _check(call: AttentionCall) -> None:
 
 def _check_numbers(call: AttentionCall) -> None:
     for number, name in ((call.softcap, "softcap"), (call.softmax_scale, "scale")):
-        if not math.isfinite(number):
+        if not abs(number) < math.inf:  # Dynamo traces this for a symbolic float, and no `isfinite`
             raise ValueError(f"{name} must be finite, got {number}")
     if call.softcap < 0 or call.num_sink_tokens < 0:
         raise ValueError(

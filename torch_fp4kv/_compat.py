@@ -19,8 +19,12 @@ def inductor_is_loaded() -> bool:
     return module is not None and hasattr(module, "process_subgraph_nodes")
 
 
-def register_lowering(op: Any, lower: Callable[..., Any]) -> None:
-    """Makes `lower` Inductor's lowering of the overload `op`, also where Inductor has already set up a fallback."""
+def register_lowering(op: Any, lower: Callable[..., Any], *, as_in_eager: bool) -> None:
+    """Makes `lower` Inductor's lowering of the overload `op`, also where Inductor has already set up a fallback.
+
+    Args:
+        as_in_eager: inputs get the strides that they were traced with, for a lowering that mostly calls `op`.
+    """
     from torch._inductor import lowering
 
     lowering.lowerings.pop(op, None)
@@ -28,6 +32,8 @@ def register_lowering(op: Any, lower: Callable[..., Any]) -> None:
     lowering.fallbacks.discard(op)
     lowering.needs_realized_inputs.discard(op)
     lowering.register_lowering(op, type_promotion_kind=None)(lower)
+    if as_in_eager:
+        lowering.add_layout_constraint(op, lowering.constrain_to_fake_tensors)
 
 
 def fallback(op: Any) -> Callable[..., Any]:
@@ -128,3 +134,57 @@ def compose_passes(first: Any, second: Any) -> Any:
             return None if None in uuids else uuids
 
     return Composed()
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether an argument of a lowering stands for a tensor."""
+    return hasattr(value, "get_size")
+
+
+def is_static(value: Any) -> bool:
+    """Whether an argument of a lowering has no symbolic size and is no symbol itself."""
+    return not any(getattr(size, "free_symbols", None) for size in (value.get_size() if is_tensor(value) else [value]))
+
+
+def current_fake_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the op that is being lowered was traced with: fake tensors and constants."""
+    from torch._inductor.virtualized import V
+
+    node = V.graph.current_node
+
+    def fake(argument: Any) -> Any:
+        return argument.meta["val"] if isinstance(argument, torch.fx.Node) else argument
+
+    return tuple(map(fake, node.args)), {name: fake(value) for name, value in node.kwargs.items()}
+
+
+def inline(function: Callable[..., Any], arguments: Sequence[Any], fakes: Sequence[torch.Tensor]) -> Any:
+    """Traces `function` over `fakes` and lowers its operations in place of the current one, over IR `arguments`."""
+    from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
+    from torch._inductor.compile_fx import view_to_reshape
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with V.fake_mode, torch.no_grad():
+        graph = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+    name = V.graph.current_node.name
+    for node in graph.graph.find_nodes(op="get_attr"):
+        # Inductor keeps nested graphs by name; ours must not meet those of another call.
+        unique = f"{name}_{node.target}"
+        setattr(graph, unique, getattr(graph, node.target))
+        node.target = unique
+    for module in graph.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            view_to_reshape(module)
+            module.recompile()
+    return inline_subgraph_to_ir_nodes(graph, list(arguments), name)
+
+
+def while_loop(
+    more: Callable[..., Any], step: Callable[..., Any], carried: tuple[Any, ...], others: tuple[Any, ...]
+) -> Any:
+    """`carried = step(*carried, *others)` as long as `more(*carried, *others)`, as one traced operation."""
+    from torch._higher_order_ops.while_loop import while_loop_op
+
+    return while_loop_op(more, step, carried, others)

@@ -13,8 +13,15 @@ from .. import _compat
 from ..ops import _library
 from . import cache_key
 
-LOWERED = ("quantize", "dequantize", "append")
-"""Ops with a lowering: a module of this package with `lower` and `unsupported`, called as the op is."""
+LOWERED = {
+    "quantize": ("quantize", "lower"),
+    "dequantize": ("dequantize", "lower"),
+    "append": ("append", "lower"),
+    "attention": ("attention", "lower"),
+    "attention_with_lse": ("attention", "lower_with_lse"),
+}
+"""For each op with a lowering the module of this package and the function, called as the op is; `unsupported` of the
+same module says why a call must be left to the op."""
 
 
 class OptOut(NamedTuple):
@@ -75,10 +82,11 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    for name in LOWERED:
-        module = importlib.import_module(f".{name}", __package__)
+    for name, (module_name, function) in LOWERED.items():
+        module = importlib.import_module(f".{module_name}", __package__)
         op = getattr(torch.ops.fp4kv, name).default
-        _compat.register_lowering(op, _lowering(name, op, module))
+        lower = _lowering(name, op, module.unsupported, getattr(module, function))
+        _compat.register_lowering(op, lower, as_in_eager=module_name == "attention")
 
 
 def _register_if_loaded() -> None:
@@ -86,15 +94,17 @@ def _register_if_loaded() -> None:
         register()
 
 
-def _lowering(name: str, op: Any, module: Any) -> Callable[..., Any]:
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        reason = _opted_out(name, args, kwargs) or module.unsupported(*args, **kwargs)
+def _lowering(
+    name: str, op: Any, unsupported: Callable[..., str | None], lower: Callable[..., Any]
+) -> Callable[..., Any]:
+    def lower_or_call(*args: Any, **kwargs: Any) -> Any:
+        reason = _opted_out(name, args, kwargs) or unsupported(*args, **kwargs)
         record(name, reason or "lowered")
         if reason is not None:
             return _compat.fallback(op)(*args, **kwargs)
-        return module.lower(*args, **kwargs)
+        return lower(*args, **kwargs)
 
-    return lower
+    return lower_or_call
 
 
 def _opted_out(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

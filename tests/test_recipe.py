@@ -17,7 +17,11 @@ HEADS, DIM = 2, 64
 
 def calibration(heads=HEADS, dim=DIM):
     torch.manual_seed(3)
-    return LayerCalibration(k_bias=torch.randn(heads, dim).tolist(), k_factors=(torch.rand(heads, dim) + 0.5).tolist())
+    return LayerCalibration(
+        k_bias=torch.randn(heads, dim).tolist(),
+        k_factors=(torch.rand(heads, dim) + 0.5).tolist(),
+        k_order=[torch.randperm(dim).tolist() for _ in range(heads)],
+    )
 
 
 def test_known_names():
@@ -108,6 +112,7 @@ def test_json_with_an_unknown_field():
         ({"k_factors": [[1.0, 0.0]]}, "k_factors must be positive"),
         ({"k_scale": [float("inf")]}, "k_scale must be positive"),
         ({"k_bias": [[1.0], [1.0, 2.0]]}, "rows of"),
+        ({"k_order": [[0, 1, 1]]}, "each channel of a head once"),
     ],
 )
 def test_calibrations_that_are_wrong(fields, message):
@@ -138,10 +143,15 @@ def test_a_mixed_cache_keeps_each_layer_its_own_way():
     assert cache.layers[0].positions is not cache.layers[1].positions
 
 
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("dim", [16, 48, 64, 80, 256])
-def test_transforms_leave_scores_alone(dim):
+def test_transforms_leave_scores_alone(dim, ordered):
     torch.manual_seed(0)
-    k_transform, q_transform = k_and_q_transforms(torch.rand(3, dim) + 0.2, rotate=True)
+    order = torch.stack([torch.randperm(dim) for _ in range(3)]) if ordered else None
+    k_transform, q_transform = k_and_q_transforms(torch.rand(3, dim) + 0.2, rotate=True, order=order)
+    if order is not None:
+        plain, _ = k_and_q_transforms(torch.ones(3, dim), rotate=False, order=order)
+        assert torch.equal((torch.arange(float(dim)) @ plain).long(), order)
     q, k = torch.randn(3, 5, dim), torch.randn(3, 7, dim)
     got = (q @ q_transform) @ (k @ k_transform).transpose(1, 2)
     torch.testing.assert_close(got, q @ k.transpose(1, 2), rtol=1e-4, atol=1e-4)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .as_decoded import PROMPT_TOKENS, attention_by, full_precision, layer_recipes, log_probabilities
 from .fidelity import Tally, sensitivity
+from .ops.format.constants import BLOCK
 from .recipe import LayerCalibration, Recipe, get_recipe
 
 PROMOTIONS: tuple[dict[str, Any], ...] = (
@@ -127,11 +128,12 @@ def tokenized(texts: Texts, tokenizer: Any, device: torch.device) -> list[Tensor
 
 
 def statistics(model: Any, rows: Sequence[Tensor], num_sink_tokens: int = 0) -> tuple[LayerCalibration, ...]:
-    """Per layer, over `rows` (int64 `[1, N]` each): K's mean a (head, channel), and the factors that equalise channels.
+    """Per layer, over `rows` (int64 `[1, N]` each): K's mean a (head, channel), the factors that equalise channels, and
+    their order.
 
-    Stored with factors s and rotated, a channel's error is the same share of all channels' energy `Σ s² var(k)`, and
-    costs `E[q²] / s²` in the score: least for `s = (E[q²] / var(k))^¼`. The first `num_sink_tokens` of each row, kept
-    exact and unlike the rest, are left out of K's.
+    Stored with factors s and rotated, a channel's error is the same share of its block's energy `Σ s² var(k)`, and
+    costs `E[q²] / s²` in the score: least for `s = (E[q²] / var(k))^¼`, and over blocks where their energies are alike.
+    The first `num_sink_tokens` of each row, kept exact and unlike the rest, are left out of K's.
     """
     sums: dict[int, _Moments] = {}
 
@@ -168,8 +170,18 @@ class _Moments:
         energy = energy.clamp(min=floor * energy.amax(-1, keepdim=True).clamp(min=1e-30))
         factors = (energy / variance) ** 0.25
         factors = (factors / factors.mean(-1, keepdim=True)).clamp(1 / FACTOR_RANGE, FACTOR_RANGE)
+        order = [_balanced((factor.square() * var).tolist()) for factor, var in zip(factors, variance)]
         # Six digits: as exact as float32 statistics are, and half the JSON.
-        return LayerCalibration(k_bias=_rounded(mean), k_factors=_rounded(factors))
+        return LayerCalibration(k_bias=_rounded(mean), k_factors=_rounded(factors), k_order=tuple(order))
+
+
+def _balanced(energy: list[float]) -> tuple[int, ...]:
+    """Channels in an order whose blocks have about equal `energy`: each goes, largest first, to the emptiest block."""
+    blocks: list[list[int]] = [[] for _ in range(len(energy) // BLOCK)]
+    for channel in sorted(range(len(energy)), key=lambda channel: -energy[channel]):
+        open_blocks = [block for block in blocks if len(block) < BLOCK]
+        min(open_blocks, key=lambda block: sum(energy[c] for c in block)).append(channel)
+    return tuple(channel for block in blocks for channel in block)
 
 
 def _rounded(x: Tensor) -> Any:

@@ -30,12 +30,15 @@ class LayerCalibration:
     Attributes:
         k_bias, v_bias: `[H][D]` and `[H][Dv]`, subtracted before K and V are stored.
         k_factors: `[H][D]`, what stored K is multiplied by, after the bias (`equalize_k`).
+        k_order: `[H][D]`, which channel stands where in stored K, so that its blocks of 16 have equal shares of energy
+            (`equalize_k`); K is then rotated within each block.
         k_scale, v_scale: decode scales, one or `[H]`; without them a cache chooses from the first tokens.
     """
 
     k_bias: Matrix | None = None
     v_bias: Matrix | None = None
     k_factors: Matrix | None = None
+    k_order: tuple[tuple[int, ...], ...] | None = None
     k_scale: Vector | None = None
     v_scale: Vector | None = None
 
@@ -44,6 +47,10 @@ class LayerCalibration:
             _freeze(self, name, 2)
         for name in ("k_scale", "v_scale"):
             _freeze(self, name, 1)
+        if self.k_order is not None:
+            object.__setattr__(self, "k_order", tuple(tuple(map(int, row)) for row in self.k_order))
+            if any(sorted(row) != list(range(len(row))) for row in self.k_order or ()):
+                raise ValueError("k_order must hold each channel of a head once")
         for name in ("k_factors", "k_scale", "v_scale"):
             value = getattr(self, name)
             numbers = () if value is None else [n for row in value for n in (row if isinstance(row, tuple) else (row,))]

@@ -137,8 +137,12 @@ class LayerStorage:
         heads, dim = self.k_data.shape[1], self.head_dim
         if self.recipe.equalize_k:
             assert self.k_transform is not None and self.q_transform is not None
-            factors = _calibrated(self.recipe.calibration[0].k_factors, (heads, dim), "k_factors")
-            k_transform, q_transform = k_and_q_transforms(factors, rotate)
+            calibration = self.recipe.calibration[0]
+            factors = _calibrated(calibration.k_factors, (heads, dim), "k_factors")
+            order = None
+            if calibration.k_order is not None:
+                order = _calibrated(calibration.k_order, (heads, dim), "k_order").long()
+            k_transform, q_transform = k_and_q_transforms(factors, rotate, order)
             self.k_transform.copy_(k_transform)
             self.q_transform.copy_(q_transform)
         else:
@@ -326,7 +330,7 @@ class LayerStorage:
             setattr(self, name, tensor.to(device, non_blocking=True))
 
 
-def _calibrated(numbers: Matrix | None, shape: tuple[int, int], name: str) -> Tensor:
+def _calibrated(numbers: Matrix | tuple[tuple[int, ...], ...] | None, shape: tuple[int, int], name: str) -> Tensor:
     """float32 `shape` of calibrated `numbers`; ValueError where they have another shape."""
     tensor = torch.tensor(numbers, dtype=torch.float32)
     if tensor.shape != shape:

@@ -8,7 +8,6 @@ dequantising is one vectorised kernel that feeds a matrix product. On other devi
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +52,8 @@ def _lower(return_lse: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> tup
     constants = {name: value for name, value in given.items() if name not in tensors}
 
     def function(*values: Tensor) -> tuple[Tensor, ...]:
-        out, lse = attend(AttentionCall(**constants, **dict(zip(tensors, values))))
+        fields: dict[str, Any] = {**constants, **dict(zip(tensors, values))}
+        out, lse = attend(AttentionCall(**fields))
         return (out, lse) if return_lse else (out,)
 
     return tuple(_compat.inline(function, list(tensors.values()), [fakes[name] for name in tensors]))
@@ -87,12 +87,15 @@ def _attend(call: AttentionCall, first: int, last: int) -> tuple[Tensor, Tensor]
         def step(
             start: Tensor, top: Tensor, total: Tensor, weighted: Tensor, end: Tensor, *values: Tensor
         ) -> tuple[Tensor, ...]:
-            inner = Queries(dataclasses.replace(call, **dict(zip(names, values))), first, last)
+            fields: dict[str, Any] = dict(zip(names, values))
+            inner = Queries(dataclasses.replace(call, **fields), first, last)
             part = RunningSoftmax(inner)
             part.top, part.total, part.weighted = top, total, weighted
             part.add(*_stored_tile(inner, start, tile), stored=True)
             return start + tile, part.top, part.total, part.weighted
 
+        # At least one turn: after none, code of AOTInductor (seen in 2.13) reads initial values whose memory it reused.
+        end = torch.maximum(end, start + 1)
         carried = (start, softmax.top, softmax.total, softmax.weighted)
         others = (end, *[getattr(call, name) for name in names])
         _, softmax.top, softmax.total, softmax.weighted = _compat.while_loop(more, step, carried, others)

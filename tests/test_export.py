@@ -1,0 +1,79 @@
+"""A decode step exported ahead of time runs in a process that cannot import this package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_fp4kv as fp4
+
+HEADS, KV_HEADS, DIM, RING = 4, 2, 64, 21
+TOKENS = 8192
+"""Two tiles of the loop over stored tokens."""
+
+RUNNER = """
+import sys, torch
+sys.modules["torch_fp4kv"] = None
+assert not hasattr(torch.ops.fp4kv, "append")
+step = torch._inductor.aoti_load_package(sys.argv[1])
+for q, k, v, position, expected in torch.load(sys.argv[2]):
+    torch.testing.assert_close(step(q, k, v, position), expected, rtol=1e-5, atol=1e-5)
+print("equal")
+"""
+
+
+class DecodeStep(nn.Module):
+    """RoPE-like rotation of k, append (with an exact ring or without), attention, over buffers of its own."""
+
+    def __init__(self, ring: bool) -> None:
+        super().__init__()
+        self.ring = ring
+        for name in ("k", "v"):
+            self.register_buffer(f"{name}_words", torch.zeros(1, KV_HEADS, TOKENS, DIM // 16, dtype=torch.int64))
+            self.register_buffer(f"{name}_scales", torch.zeros(1, KV_HEADS, TOKENS, DIM // 16, dtype=torch.uint8))
+            self.register_buffer(f"{name}_exact", torch.zeros(1, KV_HEADS, RING, DIM))
+        self.register_buffer("scale", torch.full((KV_HEADS,), 2.0**-8))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
+        k = torch.cat([-k[..., DIM // 2 :], k[..., : DIM // 2]], -1) * 0.5 + k
+        storage = (self.k_words, self.k_scales, self.v_words, self.v_scales)
+        length = (position + 1).to(torch.int32)[None]
+        window, slots = {}, {}
+        if self.ring:
+            window = {"k_exact": self.k_exact, "v_exact": self.v_exact}
+            slots = {"exact_slots": (position % (RING - 1))[None, None]}
+        fp4.append(*storage, k, v, position[None, None], self.scale, self.scale, **window, **slots)
+        if self.ring:
+            window["exact_from"] = (length - (RING - 1)).clamp(min=0)
+        return fp4.attention(q, *storage, self.scale, self.scale, length, **window)
+
+
+def inputs(position: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(position)
+    shapes = ((1, HEADS, 1, DIM), (1, KV_HEADS, 1, DIM), (1, KV_HEADS, 1, DIM))
+    return (*[torch.randn(shape) for shape in shapes], torch.tensor(position))
+
+
+@pytest.mark.parametrize("ring", [False, True], ids=["plain", "exact ring"])
+def test_packaged_decode_step_runs_without_this_package(ring: bool, tmp_path: Path) -> None:
+    with torch.no_grad():
+        exported = torch.export.export(DecodeStep(ring), inputs(0))
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "step.pt2"))
+        eager = DecodeStep(ring)
+        steps = [(*inputs(p), eager(*inputs(p))) for p in (*range(40), 4095, 4096, 8191)]
+    torch.save(steps, tmp_path / "steps.pt")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-c", RUNNER, package, str(tmp_path / "steps.pt")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert result.stdout.strip() == "equal", result.stderr[-2000:]

@@ -238,7 +238,7 @@ class Program:
         if special is not None:
             return lambda b: special(b, opcode, operands)
         compute = COMPUTE[parts[0]]
-        kinds = [p for p in parts[1:] if p in TYPES or p in ("bf16", "f16x2", "e4m3x2")]
+        kinds = [p for p in parts[1:] if p in TYPES or p in ("bf16", "f16x2", "e4m3x2", "f32x2")]
 
         def run(b: Block) -> None:
             _set(b, operands[0], compute(b, parts, kinds, operands[1:]))
@@ -377,9 +377,10 @@ def _f32(x: Array) -> Array:
 
 def _arithmetic(function: Callable[..., Array]) -> Callable[..., Array]:
     def compute(b: Block, parts: list[str], kinds: list[str], operands: list[Any]) -> Array:
-        if kinds[-1] == "f16x2":
-            halves = [_get(b, x, "b32").view(np.float16).reshape(-1, 2) for x in operands]
-            return np.ascontiguousarray(function(*halves).astype(np.float16)).view(np.uint32).reshape(-1)
+        if kinds[-1] in ("f16x2", "f32x2"):
+            whole, half = ("b32", np.float16) if kinds[-1] == "f16x2" else ("b64", np.float32)
+            halves = [_get(b, x, whole).view(half).reshape(-1, 2) for x in operands]
+            return np.ascontiguousarray(function(*halves).astype(half)).view(TYPES[whole]).reshape(-1)
         values = [_get(b, x, kinds[-1]) for x in operands]
         result = function(*values)
         return result.astype(values[0].dtype)
@@ -389,7 +390,7 @@ def _arithmetic(function: Callable[..., Array]) -> Callable[..., Array]:
 
 def _multiply(b: Block, parts: list[str], kinds: list[str], operands: list[Any]) -> Array:
     kind = kinds[-1]
-    if kind in ("f32", "f16x2", "f16"):
+    if kind in ("f32", "f16x2", "f16", "f32x2"):
         return _arithmetic(np.multiply)(b, parts, kinds, operands)
     x, y = (_get(b, o, kind) for o in operands[:2])
     wide = {"s32": np.int64, "u32": np.uint64, "b32": np.uint64, "s16": np.int32, "u16": np.uint32}
@@ -504,8 +505,11 @@ def _lop3(b: Block, parts: list[str], kinds: list[str], operands: list[Any]) -> 
 
 
 def _extract(b: Block, parts: list[str], kinds: list[str], operands: list[Any]) -> Array:
-    x, start, size = (_get(b, o, "b32").astype(np.uint64) for o in operands)
-    return ((x >> start) & ((np.uint64(1) << size) - np.uint64(1))).astype(np.uint32)
+    x, start, size = (_get(b, o, "b32").astype(np.int64) for o in operands)
+    field = (x >> start) & ((1 << size) - 1)
+    if kinds[-1] == "s32":
+        field -= (field >> (size - 1)) << size
+    return field.astype(np.int32)
 
 
 def _unary(function: Callable[[Array], Array]) -> Callable[..., Array]:

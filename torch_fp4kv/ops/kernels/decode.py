@@ -253,10 +253,10 @@ def row_range(
 
 
 @gluon.jit
-def token_slots(token, position, wrapped, last, row_pages, stride, T, LOG_T, PAGING: gl.constexpr):
-    """Page offset and slot of tokens `position + token` wherever they lie; those after `last` are read from its page."""
+def token_slots(token, position, wrapped, first, last, row_pages, stride, T, LOG_T, PAGING: gl.constexpr):
+    """Page offset and slot of tokens `position + token`; for those not in first … last, whose pages may not exist, of these."""
     if PAGING == 1 or PAGING == 2:
-        token = gl.minimum(position + token, last)
+        token = gl.maximum(gl.minimum(position + token, last), first)
         return gl.load(row_pages + (token >> LOG_T)).to(gl.int64) * stride, token & (T - 1)
     else:
         slot = position - wrapped + token
@@ -265,8 +265,8 @@ def token_slots(token, position, wrapped, last, row_pages, stride, T, LOG_T, PAG
 
 @gluon.jit
 def copy_tile(
-    words_smem, scales_smem, words, scales, stride_words, stride_scales, position, wrapped, page, last, row_pages, T, LOG_T,
-    N: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, TOKENS_A_ROW: gl.constexpr, PAGING: gl.constexpr,
+    words_smem, scales_smem, words, scales, stride_words, stride_scales, position, wrapped, page, first, last, row_pages,
+    T, LOG_T, N: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, TOKENS_A_ROW: gl.constexpr, PAGING: gl.constexpr,
 ):
     """Starts the copy of a tile's words to `[N / TOKENS_A_ROW, TOKENS_A_ROW · DP/8]` and of its scales to `[N · D/64]`.
 
@@ -299,12 +299,12 @@ def copy_tile(
         async_copy.async_copy_global_to_shared(scales_smem, scales + slot * S4 + unit)
     else:
         token = row * TOKENS_A_ROW + column // WP
-        page_offset, slot = token_slots(token, position, wrapped, last, row_pages, stride_words, T, LOG_T, PAGING)
+        page_offset, slot = token_slots(token, position, wrapped, first, last, row_pages, stride_words, T, LOG_T, PAGING)
         pointers = words + page_offset + slot * W + column % WP
         if D == DP:
             async_copy.async_copy_global_to_shared(words_smem, pointers)
             page_offset, slot = token_slots(
-                unit // S4, position, wrapped, last, row_pages, stride_scales, T, LOG_T, PAGING)
+                unit // S4, position, wrapped, first, last, row_pages, stride_scales, T, LOG_T, PAGING)
             async_copy.async_copy_global_to_shared(scales_smem, scales + page_offset + slot * S4 + unit % S4)
         else:
             async_copy.async_copy_global_to_shared(words_smem, pointers, mask=column % WP + row * 0 < W)
@@ -312,13 +312,13 @@ def copy_tile(
 
 @gluon.jit
 def direct_scales(
-    scales, stride, position, wrapped, last, row_pages, T, LOG_T,
+    scales, stride, position, wrapped, first, last, row_pages, T, LOG_T,
     N: gl.constexpr, D: gl.constexpr, OPERANDS: gl.constexpr, BYTES: gl.constexpr, LAYOUT: gl.constexpr, PAGING: gl.constexpr,
 ):
     """int16 scale operands `[N, OPERANDS]` of BYTES bytes, 0 in the padding, read from `scales` (uint8) in place."""
     token = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(1, LAYOUT)), 1)
     index = gl.expand_dims(gl.arange(0, OPERANDS, layout=gl.SliceLayout(0, LAYOUT)), 0) * BYTES
-    page_offset, slot = token_slots(token, position, wrapped, last, row_pages, stride, T, LOG_T, PAGING)
+    page_offset, slot = token_slots(token, position, wrapped, first, last, row_pages, stride, T, LOG_T, PAGING)
     pointers = scales + page_offset + slot * (D // 16) + index
     result = gl.load(pointers, mask=index + token * 0 < D // 16, other=0).to(gl.int16)
     if BYTES == 2:
@@ -345,7 +345,7 @@ def load_query(
     pointers = q + b.to(gl.int64) * stride_b + rows[None, :] + (element * stride_d)[:, None]
     query = gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
     exponent = (gl.max(gl.abs(query), 0).to(gl.int32, bitcast=True) >> 23) & 255
-    exponent = gl.maximum(exponent, 60)
+    exponent = gl.maximum(exponent, 13)
     query = query * gl.expand_dims(((266 - exponent) << 23).to(gl.float32, bitcast=True), 0)
     factor = gl.convert_layout(((exponent - 12) << 23).to(gl.float32, bitcast=True), gl.SliceLayout(0, MMA))
     return query.to(gl.float16), factor
@@ -416,7 +416,7 @@ def exact_operand(x, LARGEST: gl.constexpr):
         largest = gl.max(gl.abs(x), 1)
     else:
         largest = gl.max(gl.max(gl.abs(x), 1), 0)
-    exponent = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) & 255, 16)
+    exponent = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) & 255, 13)
     inverse = ((266 - exponent) << 23).to(gl.float32, bitcast=True)
     factor = ((exponent - 12) << 23).to(gl.float32, bitcast=True)
     if LARGEST == 1:
@@ -629,17 +629,17 @@ def decode_kernel(
         if ahead < stop:
             copy_tile(
                 k_smem.index(stage), ks_smem.index(stage), k_data, k_scales, stride_k_p, stride_ks_p, ahead * N, wrapped,
-                page, length - 1, row_pages, page_size, log_page_size, N, D, DP, 1, PAGING)
+                page, begin, end - 1, row_pages, page_size, log_page_size, N, D, DP, 1, PAGING)
         async_copy.commit_group()
         if ahead < stop:
             copy_tile(
                 v_smem.index(stage), vs_smem.index(stage), v_data, v_scales, stride_v_p, stride_vs_p, ahead * N, wrapped,
-                page, length - 1, row_pages, page_size, log_page_size, N, DV, DVP, 2, PAGING)
+                page, begin, end - 1, row_pages, page_size, log_page_size, N, DV, DVP, 2, PAGING)
         async_copy.commit_group()
         if PAGING == 0 or PAGING == 3:
             wrapped = next_lap(wrapped, (ahead + STRIDE) * N, page_size)
         elif PAGING == 1:
-            page = gl.load(row_pages + (gl.minimum((ahead + STRIDE) * N, length - 1) >> log_page_size))
+            page = gl.load(row_pages + (gl.minimum((ahead + STRIDE) * N, end - 1) >> log_page_size))
 
     query, factor = load_query(
         q_stored, b, head, block, queries, stride_qs_b, stride_qs_h, stride_qs_l, stride_qs_d, G, C, HS, D, DP, B, MMA)
@@ -673,7 +673,7 @@ def decode_kernel(
             ks = ks_smem.index(stage)._reinterpret(KS_TYPE, [N, KR], ROWS).load(K_SCALES).to(gl.int16)
         else:
             ks = direct_scales(
-                k_scales, stride_ks_p, start, start // page_size * page_size, length - 1, row_pages, page_size,
+                k_scales, stride_ks_p, start, start // page_size * page_size, begin, end - 1, row_pages, page_size,
                 log_page_size, N, D, KR, 2, K_SCALES, PAGING)
         if DP == 256:
             words = gl.permute(gl.reshape(words, [N, 2, 4, KJ]), (0, 2, 1, 3))
@@ -688,7 +688,7 @@ def decode_kernel(
         if ahead < stop:
             copy_tile(
                 k_smem.index(stage), ks_smem.index(stage), k_data, k_scales, stride_k_p, stride_ks_p, ahead * N, wrapped,
-                page, length - 1, row_pages, page_size, log_page_size, N, D, DP, 1, PAGING)
+                page, begin, end - 1, row_pages, page_size, log_page_size, N, D, DP, 1, PAGING)
         async_copy.commit_group()
 
         FACTOR_LATER: gl.constexpr = bias is None and not SOFTCAP and not MASK
@@ -716,7 +716,7 @@ def decode_kernel(
             vs = vs_smem.index(stage)._reinterpret(VS_TYPE, [N, VR], ROWS).load(gl.SliceLayout(2, V_SCALES)).to(gl.int16)
         else:
             vs = direct_scales(
-                v_scales, stride_vs_p, start, start // page_size * page_size, length - 1, row_pages, page_size,
+                v_scales, stride_vs_p, start, start // page_size * page_size, begin, end - 1, row_pages, page_size,
                 log_page_size, N, DV, VR, DVP // 128, gl.SliceLayout(2, V_SCALES), PAGING)
         if not whole:
             # Slots never written may hold NaN scales, which a probability of 0 does not hide.
@@ -735,12 +735,12 @@ def decode_kernel(
         if ahead < stop:
             copy_tile(
                 v_smem.index(stage), vs_smem.index(stage), v_data, v_scales, stride_v_p, stride_vs_p, ahead * N, wrapped,
-                page, length - 1, row_pages, page_size, log_page_size, N, DV, DVP, 2, PAGING)
+                page, begin, end - 1, row_pages, page_size, log_page_size, N, DV, DVP, 2, PAGING)
         async_copy.commit_group()
         if PAGING == 0 or PAGING == 3:
             wrapped = next_lap(wrapped, (ahead + STRIDE) * N, page_size)
         elif PAGING == 1:
-            page = gl.load(row_pages + (gl.minimum((ahead + STRIDE) * N, length - 1) >> log_page_size))
+            page = gl.load(row_pages + (gl.minimum((ahead + STRIDE) * N, end - 1) >> log_page_size))
 
         top, old_weight, new_weight = fold_weights(top, tile_top)
         old_weight = column_halves(old_weight, C, MMA)
@@ -1056,7 +1056,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         "PAGING": paging, "CAUSAL": call.causal and queries > 1, "WINDOW": window > 0, "PDL": pdl,
     }  # fmt: skip
     words = [x.view(torch.int32) for x in (call.k_data, call.v_data)]
-    scales = [s.view(torch.int32) if size % 64 == 0 else s for s, size in ((call.k_scales, d), (call.v_scales, dv))]
+    scales = [s.view(torch.int32) if size == padded(size) else s for s, size in ((call.k_scales, d), (call.v_scales, dv))]
     q_stored = q if call.q_stored is None else call.q_stored
     bias = None if call.stored_bias is None else call.stored_bias.contiguous()
     mask, mask_strides = None, (0, 0, 0, 0)

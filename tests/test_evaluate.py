@@ -30,6 +30,7 @@ from torch_fp4kv import (
 from torch_fp4kv.as_decoded import full_precision, layer_recipes, log_probabilities
 from torch_fp4kv.calibration import mean_kl, statistics
 from torch_fp4kv.demo import packaged_model
+from torch_fp4kv.peers import PEERS
 
 VOCABULARY = 64
 
@@ -197,6 +198,8 @@ def test_command_without_a_model(tmp_path, capsys):
     evaluate.add_arguments(parser)
     assert evaluate.run(parser.parse_args(["--model", str(tmp_path / "none")])) == 1
     assert "no model at" in capsys.readouterr().err
+    assert evaluate.run(parser.parse_args(["--recipes", "nvfp4:colour=3"])) == 1
+    assert "no field 'colour'" in capsys.readouterr().err
 
 
 def test_bytes_at_8k():
@@ -317,3 +320,15 @@ def test_one_pass_equals_decoding_on_a_real_model():
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     tokens = scoring.rows_of_text(tokenizer, 1, 300)
     assert 1e-4 < check_shortcut(model, tokens, get_recipe("nvfp4"), 64, tolerance=0.02) < 0.01
+
+
+def test_peers_that_run_and_those_that_do_not(capsys):
+    model = model_of("llama")
+    tasks = evaluate.tasks_of(text(800)[0], 1, 90, (30, 20), 100, 2)
+    lines = evaluate.peer_rows(model, tasks, list(PEERS), 20)
+    said = capsys.readouterr().err
+    for name in PEERS:
+        ran = [line.task for line in lines if line.recipe == name]
+        assert ran == ["text", "copy"] or (ran == [] and f"{name}: does not run here: " in said)
+    for line in lines:
+        assert 0 < line.score.kl < 0.5

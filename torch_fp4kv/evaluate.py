@@ -82,12 +82,14 @@ class Row:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates and prints; 1 if there is no model or text to do it with."""
+    """Evaluates and prints; 1 if a recipe is none, or there is no model or text to do it with."""
     try:
+        parsed = {name: parse_recipe(name) for name in args.recipes}
+        alone = parse_recipe(args.sensitivity) if args.sensitivity else None
         model, tokenizer = _load(args)
         ids = _token_ids(args.text, tokenizer)
         tasks = tasks_of(ids, args.rows, args.tokens, tuple(args.copy), args.spacing, args.calibration_rows)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     calibration_rows = [ids[i * args.spacing :][: args.spacing][None] for i in range(args.calibration_rows)]
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     note = key_bias.warning(key_bias.rotated_bias(model, calibration_rows[:1] or [tasks["text"][0][:1]]))
     if note:
         print(f"warning: {note}", file=sys.stderr)
-    chosen = {name: _calibrated(parse_recipe(name), model, calibration_rows) for name in args.recipes}
+    chosen = {name: _calibrated(recipe, model, calibration_rows) for name, recipe in parsed.items()}
     passage, between = args.copy
     console.heading(f"{args.rows} rows of {args.tokens} tokens, and of {passage} + {between} + {passage}")
     lines = evaluate(model, tasks, chosen, args.prompt_tokens)
@@ -104,9 +106,8 @@ def run(args: argparse.Namespace) -> int:
     print_table(lines)
     if args.greedy:
         _print_greedy(model, tasks["text"][0], chosen, args)
-    if args.sensitivity:
-        alone = _calibrated(parse_recipe(args.sensitivity), model, calibration_rows)
-        _print_sensitivity(model, tasks["text"][0], alone)
+    if alone is not None:
+        _print_sensitivity(model, tasks["text"][0], _calibrated(alone, model, calibration_rows))
     if args.csv:
         write_csv(Path(args.csv), lines, _conditions(model, args))
     if args.png:

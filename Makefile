@@ -45,10 +45,9 @@ test: $(TEST_READY)
 test-slow: $(TEST_READY)
 	$(PYTEST) --run-slow $(ARGS)
 
-# The oldest supported transformers and triton, each in a folder in front of .venv.
-test-old: $(TEST_READY) $(VENV)/.old
-	PYTHONPATH=$(VENV)/old-transformers $(PYTEST) tests/test_hf_*.py
-	PYTHONPATH=$(VENV)/old-triton $(PYTEST) tests/test_*kernels*.py
+# The oldest supported transformers and triton, in an environment of their own that has the rest from .venv.
+test-old: $(VENV)/.old
+	OMP_NUM_THREADS=1 $(VENV)/old/bin/python -m pytest -n $(JOBS) tests/test_hf_*.py tests/test_*kernels*.py $(ARGS)
 
 lint: $(TEST_READY)
 	$(RUN) -m ruff check .
@@ -58,7 +57,7 @@ types: $(TEST_READY)
 	$(RUN) -m mypy
 
 package: $(TEST_READY)
-	BUILD_PYTHON=$(RUN) .ci/package
+	BUILD_PYTHON=$(RUN) JOBS=$(JOBS) .ci/package $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
@@ -79,7 +78,11 @@ $(VENV)/.test: pyproject.toml $(VENV)/.demo
 	$(PIP) $(if $(findstring ==,$(TORCH)),'$(TRITON)') -e '.[test]'
 	touch $@
 
-$(VENV)/.old: Makefile | $(VENV)/.test
-	$(PIP) --upgrade --no-deps --target $(VENV)/old-transformers '$(OLD_TRANSFORMERS)'
-	$(PIP) --upgrade --no-deps --target $(VENV)/old-triton '$(OLD_TRITON)'
+# Paths in a .pth file come after the environment's own packages, and their own .pth files are not read.
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+$(VENV)/.old: Makefile $(VENV)/.test
+	$(VENV)/bin/python -m venv --clear $(VENV)/old
+	site=$$($(VENV)/old/bin/python -c '$(SITE)'); \
+	{ $(VENV)/bin/python -c '$(SITE)'; echo '$(CURDIR)'; } >"$$site/rest.pth"
+	$(VENV)/old/bin/python -m pip install --quiet --disable-pip-version-check '$(OLD_TRANSFORMERS)' '$(OLD_TRITON)'
 	touch $@

@@ -46,7 +46,7 @@ def cuda_code(
     from torch._subclasses import FakeTensorMode
 
     torch._dynamo.reset()
-    with _driver(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    with driver(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         tensors = [torch.empty(tuple(shape), dtype=dtype, device="cuda") for shape, dtype in arguments]
         for position, dim in (dynamic_dims or {}).items():
             torch._dynamo.mark_dynamic(tensors[position], dim)
@@ -63,7 +63,8 @@ def cuda_code(
 
 
 @contextlib.contextmanager
-def _driver() -> Iterator[None]:
+def driver() -> Iterator[None]:
+    """Within it PyTorch and Triton take this machine for one with an H200."""
     import triton
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import config
@@ -147,7 +148,7 @@ def _driver() -> Iterator[None]:
         mock.patch.object(joint_graph, "lazy_init", lambda *_a, **_k: None),
         mock.patch.object(hints.DeviceProperties, "create", classmethod(lambda *_a: properties)),
         mock.patch.object(PyCodeCache, "write", staticmethod(stop)),
-        config.patch(force_disable_caches=True, compile_threads=1),
+        config.patch(force_disable_caches=True, compile_threads=1, joint_graph_constant_folding=False),
     ]
     _forget_triton()
     saved = triton.runtime.driver._active

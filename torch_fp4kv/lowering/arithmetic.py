@@ -1,7 +1,7 @@
 """The format's arithmetic in Inductor's `ops`: what `ops/format` says in tensors, said for one element.
 
 Same operations, same order, so the same bytes. Two things are said differently, because compilers would otherwise
-round differently: no addition follows a multiplication directly (it would become a fused multiply-add), and a division
+round differently: no addition follows a rounded product directly (it would become a fused multiply-add), and a division
 is done in float64 on GPUs, whose float32 division is approximate (53 bits are enough to round the quotient right).
 """
 
@@ -59,7 +59,8 @@ def e4m3_encode(value: Any) -> Any:
     odd = ops.bitwise_and(ops.bitwise_right_shift(bits, const(20, I32)), const(1, I32))
     rounded = ops.bitwise_right_shift(ops.add(ops.add(bits, const(0x7FFFF, I32)), odd), const(20, I32))
     normal = ops.sub(rounded, const(120 << 3, I32))
-    subnormal = ops.to_dtype(ops.round(ops.mul(value, const(2.0**9))), I32)
+    # The product is exact, so that fusing it with the addition changes nothing; the sum's last bits are its integer.
+    subnormal = ops.bitwise_and(as_bits(ops.add(ops.mul(value, const(2.0**9)), const(2.0**23))), const(15, I32))
     return ops.where(ops.lt(value, const(2.0**-6)), subnormal, normal)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiled import Generated
+from decode_step import append_step
 from fake_cuda import cuda_code
-from test_golden_code import append_step
 from torch import Tensor
 
 import torch_fp4kv as fp4

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_golden_code import append_step, rope
+from decode_step import append_step, rope
 from test_lowering import FORMATS, awkward, cache
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map

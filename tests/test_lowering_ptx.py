@@ -16,9 +16,9 @@ import ptx
 import pytest
 import torch
 from compiled import TRITON
+from decode_step import append_step, step_arguments
 from fake_cuda import cuda_code, driver
 from ptx import Memory, Program
-from test_golden_code import append_step, step_arguments
 from test_lowering import DIM, FORMATS, HEADS, awkward, cache
 from torch import Tensor
 from torch.utils._pytree import tree_leaves

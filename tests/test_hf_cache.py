@@ -189,7 +189,7 @@ def test_later_tokens_hundreds_of_times_larger_keep_their_precision_or_are_repor
     stored = value.update.values()[:, :, 20:21]
     assert (stored - loud).norm() / loud.norm() < 0.12
     cache.update(1000 * loud, 1000 * loud, 0)
-    with pytest.warns(UserWarning, match="blocks of K or V exceeded the scale"):
+    with pytest.warns(UserWarning, match="blocks of K or V exceeded the range of their scale"):
         cache.check()
 
 
@@ -268,3 +268,56 @@ def test_recipes_by_name_and_field(model):
 def test_max_cache_len_must_be_positive(model):
     with pytest.raises(ValueError, match="max_cache_len must be positive, got 0"):
         NVFP4Cache(model.config, 0)
+
+
+def test_max_cache_len_and_config_of_another_type_are_named(model):
+    with pytest.raises(TypeError, match=r"max_cache_len must be an int, got 64\.0"):
+        NVFP4Cache(model.config, 64.0)
+    with pytest.raises(TypeError, match="must be a model's config"):
+        NVFP4Cache(model)
+
+
+@CAPACITIES
+def test_a_call_that_ended_halfway_is_noticed(model, monkeypatch, capacity):
+    """The first layer has the token, the second has not: going on would read a slot that was never written."""
+    cache = prefilled(model, prompt(), capacity, "nvfp4")
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(model.model.layers[0].mlp, "forward", lambda x: {}["interrupted"])
+        steps(model, cache, prompt(tokens=3))
+    with pytest.raises(RuntimeError, match=r"ended halfway \(reset\(\) the cache\)"):
+        steps(model, cache, prompt(tokens=3))
+    cache.reset()
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache)
+    want = steps(model, prefilled(model, prompt(), capacity, "nvfp4"), prompt(tokens=3))
+    close(steps(model, cache, prompt(tokens=3)), want)
+
+
+def test_a_wider_dtype_after_reset_gets_buffers_of_its_own(model):
+    cache = prefilled(llama().to(torch.bfloat16), prompt(), 64, "bf16")
+    cache.reset()
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache)
+    assert cache.layers[1].storage.k_data.dtype == torch.float32
+    close(steps(model, cache, prompt(tokens=3)), steps(model, prefilled(model, prompt(), 64, "bf16"), prompt(tokens=3)))
+
+
+def test_padding_of_other_rows_is_refused(model):
+    cache = NVFP4Cache(model.config, 64)
+    with pytest.raises(ValueError, match=r"mask \[B, n\], got shape \[30\]"):
+        cache.set_padding(torch.ones(30))
+    cache.set_padding(torch.ones(3, 30))
+    with pytest.raises(ValueError, match="given 3 rows, the first tokens have 2"), torch.no_grad():
+        model(prompt(), past_key_values=cache)
+    assert cache.is_empty
+
+
+def test_padding_said_twice_is_the_second(model):
+    cache = prefilled(model, prompt(), 64, "nvfp4")
+    cache.reset()
+    mask = torch.ones(2, 30)
+    mask[0, :5] = 0
+    cache.set_padding(mask)
+    cache.set_padding(torch.ones(2, 30))
+    assert cache.layers[0].positions.starts.tolist() == [0, 0]
+    assert not cache.layers[0].positions.padded

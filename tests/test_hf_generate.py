@@ -249,3 +249,47 @@ def test_compiled_decode_is_one_graph(model):
 @pytest.mark.parametrize("implementation", ["sdpa", "fp4kv"])
 def test_compiled_decode_is_one_graph_across_the_exact_window(model, implementation):
     assert_compiled_once(model, implementation, steps=200)
+
+
+@CAPACITIES
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_mask_that_hides_a_stored_token_from_the_next_is_honoured(model, implementation, capacity):
+    mask = torch.ones(2, 31, dtype=torch.long)
+    mask[0, 4] = 0
+    logits = []
+    for cache in (DynamicCache(), NVFP4Cache(model.config, capacity, "bf16")):
+        model.set_attn_implementation("sdpa" if isinstance(cache, DynamicCache) else implementation)
+        with torch.no_grad():
+            model(prompt(), attention_mask=torch.ones_like(mask[:, :30]), past_key_values=cache)
+            logits.append(model(prompt(tokens=1), attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+
+
+@CAPACITIES
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("tokens", [1, 7, 17])
+def test_a_second_turn_with_padding_goes_on(model, implementation, capacity, tokens):
+    """The whole conversation again, with the cache of the first turn: left padding, and padding between the turns."""
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[0, :7] = 0
+    outputs = []
+    for cache in (DynamicCache(), NVFP4Cache(model.config, capacity, "bf16")):
+        name = "sdpa" if isinstance(cache, DynamicCache) else implementation
+        first = run(model, name, cache, attention_mask=mask, **greedy(5))
+        turn, seen = prompt(tokens=tokens, seed=4), torch.ones(2, 5 + tokens, dtype=torch.long)
+        seen[1, 5 : 5 + tokens // 2] = 0
+        ids, both = torch.cat([first, turn], 1), torch.cat([mask, seen], 1)
+        outputs.append(run(model, name, cache, ids, attention_mask=both, **greedy(5)))
+    assert torch.equal(outputs[1], outputs[0])
+
+
+def test_a_compiled_prompt_may_be_of_any_length(model):
+    """A symbolic number of tokens decides whether there is a bias."""
+    torch._dynamo.reset()
+    model.set_attn_implementation("sdpa")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for tokens in (20, 33, 7):
+        with torch.no_grad():
+            want = model(prompt(tokens=tokens), past_key_values=NVFP4Cache(model.config, 64)).logits
+            got = compiled(prompt(tokens=tokens), past_key_values=NVFP4Cache(model.config, 64)).logits
+        torch.testing.assert_close(got, want)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 
-from hf_models import llama, prompt
+from hf_models import greedy, llama, prompt
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import sdpa_mask
@@ -178,3 +178,52 @@ def test_nothing_of_transformers_is_patched():
     assert ALL_ATTENTION_FUNCTIONS["sdpa"].__module__.startswith("transformers.")
     assert "fp4kv" in AttentionInterface._global_mapping
     assert AttentionMaskInterface._global_mapping["sdpa"] is sdpa_mask
+
+
+@pytest.mark.parametrize("num_new", [1, 20])
+def test_tokens_cut_off_by_a_slice_are_not_seen_without_a_mask(num_new):
+    cache = NVFP4Cache(llama().config, 64, "bf16")
+    k, v, q = torch.randn(2, 2, 20 + num_new, 64), torch.randn(2, 2, 20 + num_new, 64), torch.randn(2, 2, num_new, 64)
+    cache.update(k[:, :, :20], v[:, :, :20], 0)
+    key, value = cache.update(k[:, :, 20:], v[:, :, 20:], 0)
+    got = F.scaled_dot_product_attention(q, key[:, :, :7], value[:, :, :7])
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k[:, :, :7], v[:, :, :7]))
+    with pytest.raises(TypeError, match="different lengths"):
+        F.scaled_dot_product_attention(q, key[:, :, :7], value)
+
+
+def test_a_mask_of_one_column_is_for_every_token(handles):
+    key, value, k, v = handles
+    q, mask = torch.randn(2, 2, 20, 64), torch.ones(20, 1, dtype=torch.bool)
+    got = F.scaled_dot_product_attention(q, key, value, attn_mask=mask)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "fp4kv", "eager"])
+@pytest.mark.parametrize("capacity", [None, 64], ids=["growing", "static"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_materialized_tensors_get_their_mask(implementation, capacity, padded):
+    """They have a column for each token there is room for, which a mask must hide."""
+    model = llama()
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[0, :7] = 0 if padded else 1
+    want = model.generate(prompt(), attention_mask=mask, **greedy(8))
+    model.set_attn_implementation(implementation)
+    cache = NVFP4Cache(model.config, capacity, "bf16", materialize=True)
+    got = model.generate(prompt(), attention_mask=mask, past_key_values=cache, **greedy(8))
+    assert torch.equal(got, want)
+
+
+def test_another_model_s_padding_is_not_taken_for_the_last_cache_s():
+    """Under "sdpa" nobody asks for the cache that a mask was sized for; the next "fp4kv" mask is not about it."""
+    model, other = llama(), llama(seed=3)
+    cache = NVFP4Cache(model.config, 64)
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache)
+        cache.reset()
+        mask = torch.ones(2, 30, dtype=torch.long)
+        mask[0, :7] = 0
+        want = other(prompt(), attention_mask=mask, use_cache=False).logits
+        other.set_attn_implementation("fp4kv")
+        got = other(prompt(), attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(got[:, 7:], want[:, 7:])

@@ -152,3 +152,27 @@ def test_an_unknown_layer_type_is_named():
     config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(ValueError, match="layer 1 is 'linear_attention'"):
         NVFP4Cache(config, 64)
+
+
+@pytest.fixture(scope="module")
+def bart():
+    torch.manual_seed(0)
+    sizes = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in (("layers", 2), ("ffn_dim", 64))}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    tokens = {"vocab_size": 64, "pad_token_id": 0, "decoder_start_token_id": 1, "forced_eos_token_id": None}
+    config = transformers.BartConfig(d_model=128, init_std=0.2, **sizes, **heads, **tokens)
+    return transformers.BartForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("capacity", [None, 64], ids=["growing", "static"])
+def test_the_decoder_of_an_encoder_decoder(bart, capacity):
+    own = NVFP4Cache(bart.config, capacity, "bf16")
+    cache = transformers.EncoderDecoderCache(own, transformers.DynamicCache())
+    got = bart.generate(prompt(), past_key_values=cache, **greedy(8))
+    assert torch.equal(got, bart.generate(prompt(), **greedy(8)))
+
+
+def test_an_encoder_decoder_is_not_given_one_cache_for_both(bart):
+    """It would store what the encoder says behind its own tokens."""
+    with pytest.raises(RuntimeError, match=r"takes EncoderDecoderCache\(NVFP4Cache\(config\), DynamicCache\(\)\)"):
+        bart.generate(prompt(tokens=8), past_key_values=NVFP4Cache(bart.config), **greedy(8))

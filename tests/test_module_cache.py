@@ -64,7 +64,7 @@ def test_positions_that_do_not_continue_are_refused_before_anything_is_written()
     x = torch.randn(2, 2, 20, 32)
     kv.update(torch.arange(20), x, x)
     before = {name: t.clone() for name, t in kv.storage.tensors()}
-    with pytest.raises(ValueError, match="input_pos starts at 5, the cache holds 20 tokens"):
+    with pytest.raises(ValueError, match="must be 20 … 20 in order, as the cache holds 20 tokens, got 5 … 5"):
         kv.update(torch.arange(5, 6), x[:, :, :1], x[:, :, :1])
     with pytest.raises(ValueError, match="50 tokens after 20 stored exceed max_cache_len=64"):
         kv.update(None, x.repeat(1, 1, 3, 1)[:, :, :50], x.repeat(1, 1, 3, 1)[:, :, :50])
@@ -92,3 +92,57 @@ def test_a_gradient_is_refused():
     x = torch.randn(2, 2, 3, 32, requires_grad=True)
     with pytest.raises(RuntimeError, match="for inference"):
         cache().update(None, x, x)
+
+
+def test_a_refused_call_leaves_the_lengths():
+    kv = cache()
+    x = torch.randn(2, 2, 4, 32)
+    kv.update(None, x, x)
+    for k, v, message in (
+        (x.repeat(2, 1, 1, 1), x.repeat(2, 1, 1, 1), "holds 2 rows, got 4"),
+        (x[:1], x[:1], "holds 2 rows, got 1"),
+        (x.repeat(1, 2, 1, 1), x.repeat(1, 2, 1, 1), "2 KV heads of size 32"),
+        (x, x[:, :, :3], "2 KV heads of size 32"),
+        (x[..., :16], x, "2 KV heads of size 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kv.update(None, k, v)
+    with pytest.raises(TypeError, match="K must be float32"):
+        kv.update(None, x.long(), x)
+    assert kv.positions.lengths.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("input_pos", [[0, 1, 2], [0, 2, 4, 6], [1, 2, 3, 4], [[0, 1, 2, 3]] * 2], ids=str)
+def test_positions_that_are_not_those_of_the_tokens_are_refused(input_pos):
+    x = torch.randn(2, 2, 4, 32)
+    with pytest.raises(ValueError, match="input_pos must be"):
+        cache().update(torch.tensor(input_pos), x, x)
+
+
+def test_positions_that_start_again_in_compiled_code_are_reported_by_check():
+    kv = cache()
+    x = torch.randn(2, 2, 4, 32)
+    step = torch.compile(lambda pos: kv.update(pos, x, x)[0].update.positions.lengths + 0, backend="eager")
+    step(torch.arange(4))
+    kv.check()
+    step(torch.arange(4))
+    with pytest.raises(RuntimeError, match="input_pos did not continue"):
+        kv.check()
+    kv.reset()
+    kv.check()
+
+
+def test_a_negative_number_of_tokens_cannot_be_dropped():
+    kv = cache()
+    kv.update(None, torch.randn(2, 2, 4, 32), torch.randn(2, 2, 4, 32))
+    with pytest.raises(ValueError, match="must not be negative, got -2"):
+        kv.crop(-2)
+    assert kv.positions.lengths.tolist() == [4, 4]
+
+
+def test_moved_buffers_serve_outside_inference_mode():
+    kv = cache()
+    with torch.inference_mode():
+        kv.to("cpu")
+    kv.update(None, torch.randn(2, 2, 4, 32), torch.randn(2, 2, 4, 32))
+    assert not kv.storage.k_data.is_inference()

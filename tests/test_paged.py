@@ -182,3 +182,74 @@ def test_a_decode_step_is_compiled_once(model):
         results.append(tokens)
     assert results[0] == results[1]
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_one_view_of_a_row_serves_many_calls(model):
+    """Each layer writes at the new token's slot, not at that of an earlier call."""
+    model.set_attn_implementation("sdpa")
+    ids = prompt(batch=1, tokens=20)
+    pool = pool_for(model)
+    got = model.generate(ids, past_key_values=pool.row(pool.admit()), **greedy(20))
+    assert got[0].tolist() == alone(model, ids, 20)
+
+
+def test_a_prefill_between_step_and_batch_leaves_that_row_out(model):
+    model.set_attn_implementation("sdpa")
+    pool = pool_for(model)
+    first, token = prefill(model, pool, prompt(batch=1, tokens=20))
+    ids = pool.step([first])
+    second, _ = prefill(model, pool, prompt(batch=1, tokens=22))
+    with torch.no_grad():
+        model(torch.full((3, 1), token), position_ids=ids, past_key_values=pool.batch)
+    assert [pool.length(first), pool.length(second)] == [21, 22]
+    assert pool.batch.layers[0].positions.lengths.tolist() == [21, 22, 0]
+
+
+def test_steps_that_cannot_be_are_refused_and_change_nothing(model):
+    model.set_attn_implementation("sdpa")
+    pool = pool_for(model)
+    row, token = prefill(model, pool, prompt(batch=1, tokens=20))
+    new = pool.admit()
+    batch = {"position_ids": torch.full((3, 1), 20), "past_key_values": pool.batch}
+    with pytest.raises(ValueError, match=f"row {row} is named twice"):
+        pool.step([row, row])
+    with pytest.raises(ValueError, match=f"row {new} has no prompt yet"):
+        pool.step([row, new])
+    with pytest.raises(RuntimeError, match=r"after each pool\.step"), torch.no_grad():
+        model(torch.full((3, 1), token), **batch)
+    pool.step([row])
+    pool.step([row])
+    assert pool.length(row) == 21
+    with torch.no_grad():
+        model(torch.full((3, 1), token), **batch)
+    with pytest.raises(RuntimeError, match=r"after each pool\.step"), torch.no_grad():
+        model(torch.full((3, 1), token), **batch)
+    assert pool.batch.layers[0].positions.lengths.tolist() == [21, 0, 0]
+
+
+def test_rows_of_another_number_are_refused_before_anything_is_taken(model):
+    model.set_attn_implementation("sdpa")
+    pool = pool_for(model)
+    row = pool.admit()
+    with pytest.raises(ValueError, match="holds 1 rows, got 2"), torch.no_grad():
+        model(prompt(batch=2), past_key_values=pool.row(row))
+    assert (pool.length(row), pool.free_pages) == (0, 24)
+
+
+def test_a_prefill_that_ended_halfway_is_noticed(model, monkeypatch):
+    model.set_attn_implementation("sdpa")
+    pool = pool_for(model)
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(model.model.layers[0].mlp, "forward", lambda x: {}["interrupted"])
+        prefill(model, pool, prompt(batch=1))
+    for again in (lambda: model(prompt(batch=1), past_key_values=pool.row(0)), lambda: pool.step([0])):
+        with pytest.raises(RuntimeError, match="prefill of row 0 ended halfway"), torch.no_grad():
+            again()
+    pool.free(0)
+    assert prefill(model, pool, prompt(batch=1))[0] == 0
+
+
+@pytest.mark.parametrize("name", ["num_pages", "max_rows", "max_cache_len"])
+def test_a_pool_of_nothing_is_refused(model, name):
+    with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
+        pool_for(model, **{name: 0})

@@ -128,3 +128,73 @@ def test_an_empty_cache_cannot_be_saved(model, tmp_path):
     with pytest.raises(ValueError, match="nothing to save"):
         NVFP4Cache(model.config, 64).save(tmp_path / "cache.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_buffers_of_other_heads_are_refused_and_nothing_changes(model, tmp_path):
+    """One saved head must not be copied to each of two."""
+    path = tmp_path / "cache.safetensors"
+    prefilled(llama(num_key_value_heads=1)).save(path)
+    cache = prefilled(model, tokens=20)
+    want = cache.layers[0].storage.k_data.clone()
+    with pytest.raises(ValueError, match=r"of layer 0 are \[1, 64, 64\], the cache's \[2, 64, 64\]"):
+        cache.load(path)
+    assert torch.equal(cache.layers[0].storage.k_data, want)
+    assert int(cache.get_seq_length()) == 20
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_buffers_of_another_number_of_rows_are_replaced(model, tmp_path, rows):
+    path = tmp_path / "cache.safetensors"
+    cache = prefilled(model)
+    cache.save(path)
+    other = NVFP4Cache(model.config, 64)
+    with torch.no_grad():
+        model(prompt(batch=rows, tokens=40), past_key_values=other)
+    other.load(path)
+    assert torch.equal(decode(model, other), decode(model, cache))
+
+
+def test_rows_without_tokens_are_not_saved(model, tmp_path):
+    path = tmp_path / "cache.safetensors"
+    cache = NVFP4Cache(model.config, 64)
+    with torch.no_grad():
+        model(prompt(batch=3), past_key_values=cache)
+        cache.reset()
+        model(prompt(), past_key_values=cache)
+    cache.save(path)
+    other = NVFP4Cache(model.config, 64)
+    other.load(path)
+    assert torch.equal(decode(model, other), decode(model, cache))
+
+
+def test_layers_that_read_another_s_tokens_store_none(tmp_path):
+    """The last layers of Gemma 3n share K and V of earlier ones."""
+    from hf_models import greedy
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3nTextConfig(
+        hidden_size=64,
+        intermediate_size=[64] * 4,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=64,
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+        pad_token_id=0,
+    )
+    model = Gemma3nForCausalLM(config).eval()
+    cache = NVFP4Cache(config, 64, "bf16")
+    got = model.generate(prompt(), past_key_values=cache, **greedy(8))
+    assert torch.equal(got, model.generate(prompt(), **greedy(8)))
+    cache.save(tmp_path / "cache.safetensors")
+    other = NVFP4Cache(config, 64, "bf16")
+    other.load(tmp_path / "cache.safetensors")
+    assert torch.equal(decode(model, other), decode(model, cache))

@@ -31,8 +31,11 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, fp4kv_mask)
 
 
-def note_cache(cache: NVFP4Cache) -> None:
-    """Called while transformers sizes a mask for `cache`: the mask function, which runs next, is not given it."""
+def note_cache(cache: NVFP4Cache | None) -> None:
+    """Called while transformers sizes a mask for `cache`: the mask function, which runs next, is not given it.
+
+    Called with None once the mask is made: other implementations' mask functions leave the cache noted.
+    """
     _local.cache = cache
 
 
@@ -89,7 +92,7 @@ def fp4kv_mask(
     """None where attention needs no dense mask: plain causal, padding only on the left and known to the cache."""
     cache = getattr(_local, "cache", None)
     _local.cache = None
-    if cache is not None and mask_function is causal_mask_function and cache.knows_padding(attention_mask, q_length):
+    if cache is not None and mask_function is causal_mask_function and cache.needs_no_mask(attention_mask, q_length):
         return None
     kwargs["allow_is_causal_skip"] = kwargs.get("allow_is_causal_skip", True) and cache is None
     mask: Tensor | None = sdpa_mask(

@@ -180,6 +180,9 @@ def _scaled_dot_product_attention(
     update = key.update
     if key.inserted or value.inserted:
         _refuse("scaled_dot_product_attention of a 5-dimensional K or V")
+    if key.shape[2] != value.shape[2]:
+        _refuse("scaled_dot_product_attention of K and V sliced to different lengths")
+    attn_mask = _mask_over(key, attn_mask)
     # One new token's query heads may be packed into the query axis: [B, H, G, D] for [B, H · G, 1, D].
     packed = update.num_new == 1 and query.shape[2] != 1
     if not packed:
@@ -191,6 +194,19 @@ def _scaled_dot_product_attention(
             attn_mask = attn_mask.reshape(attn_mask.shape[0], heads * group, 1, attn_mask.shape[-1])
     out = update.attend(query.reshape(batch, heads * group, 1, dim), mask=attn_mask, causal=False, scale=scale)
     return out.reshape(batch, heads, group, out.shape[-1])
+
+
+def _mask_over(key: KVHandle, mask: Tensor | None) -> Tensor | None:
+    """`mask` with a column for each token of `key`, and none where `key` was sliced to its first tokens.
+
+    The cache would read all tokens without a mask, and take one column for that of the first token.
+    """
+    num_tokens, limit = key.update.num_tokens, key.shape[2]
+    if mask is None:
+        return None if limit == num_tokens else torch.arange(num_tokens, device=key.device)[None] < limit
+    if mask.shape[-1] == 1:
+        return mask.expand(*mask.shape[:-1], limit)
+    return mask if mask.shape[-1] <= limit else mask[..., :limit]
 
 
 def _refuse(what: str) -> NoReturn:

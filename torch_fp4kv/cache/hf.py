@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..ops import checks
 from ..ops.format.constants import E4M3_MAX_BITS
 from ..recipe import LayerCalibration, Recipe, get_recipe
 from . import attention_interface, serialize
@@ -19,6 +20,9 @@ from .storage import LayerStorage
 
 SMALLEST_NORMAL_BITS = 8
 """e4m3 bits of 2^-6; below, a block scale has fewer than four significant bits."""
+
+_UNKNOWN = -1
+"""`calls` of a layer that ran in compiled code, which does not count."""
 
 _GROWTH = 256
 """Tokens by which a growing cache is enlarged at least; it also grows by half, so copies stay amortised."""
@@ -49,6 +53,8 @@ class NVFP4Layer(CacheLayerMixin):
         self.storage = LayerStorage(recipe, tokens, sliding_window)
         self.positions: Positions | None = None
         self.leads = False
+        # Updates since the last reset, to be as many in each layer.
+        self.calls = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates for the batch, heads, dtype and device of `key_states` and `value_states` `[B, H, n, ·]`."""
@@ -56,9 +62,9 @@ class NVFP4Layer(CacheLayerMixin):
             self.storage.tokens = _round_up(key_states.shape[2])
         self.storage.allocate(key_states, value_states)
         ring = self.storage.ring_size(self.storage.recipe)
-        self.positions, self.leads = self.cache.positions_for(
-            key_states.shape[0], self.max_cache_len, ring, key_states.device
-        )
+        positions, new = self.cache.positions_for(key_states.shape[0], self.max_cache_len, ring, key_states.device)
+        self.leads = new or (self.leads and positions is self.positions)
+        self.positions = positions
         self.device = key_states.device
         self.dtype = self.storage.dtype
         self.batch_size = key_states.shape[0]
@@ -73,40 +79,54 @@ class NVFP4Layer(CacheLayerMixin):
 
         Raises:
             ValueError: the tokens don't fit, or shapes don't go with what is stored; nothing was written.
-            RuntimeError: a gradient would be recorded.
+            RuntimeError: a gradient would be recorded, or an earlier call of the model ended halfway.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError(
                 "a quantised KV cache is for inference, and K or V requires a gradient: "
                 "call the model under torch.no_grad() or torch.inference_mode()"
             )
-        if not self.is_initialized or (self.storage.empty and key_states.shape[0] > self.storage.batch_size):
-            self.lazy_initialization(key_states, value_states)
+        if self.storage.empty:
+            self.cache.check_padding(key_states.shape[0])
+            if not self.is_initialized or self._outgrown(key_states, value_states):
+                self.lazy_initialization(key_states, value_states)
         assert self.positions is not None
-        self._check(key_states, value_states)
         batch, num_new = key_states.shape[0], key_states.shape[2]
+        self.storage.check(key_states, value_states, batch if self.storage.empty else self.batch_size)
         self.batch_size = batch
         if self.leads:
             self.positions.check_room(num_new)
+        self._check_turn(self.positions)
+        if self.leads:
             self.positions.advance(num_new)
         if self.max_cache_len is None and not self.is_sliding and self.positions.host_length > self.storage.tokens:
             self.storage.grow(_round_up(max(self.positions.host_length, self.storage.tokens * 3 // 2)))
         update = self.storage.write(key_states, value_states, self.positions)
+        if self.calls != _UNKNOWN:
+            self.calls += 1
         if self.cache.materialize:
             return update.keys()[:batch], update.values()[:batch]
         return KVHandle(update, batch, is_key=True), KVHandle(update, batch, is_key=False)
 
-    def _check(self, k: Tensor, v: Tensor) -> None:
-        storage = self.storage
-        expected = (storage.k_data.shape[1], storage.head_dim, storage.v_head_dim)
-        got = (k.shape[1], k.shape[-1], v.shape[-1])
-        if got != expected or k.shape[:3] != v.shape[:3]:
-            raise ValueError(
-                f"this layer holds {expected[0]} KV heads of size {expected[1]} (K) and {expected[2]} (V); "
-                f"got K {list(k.shape)} and V {list(v.shape)}"
+    def _outgrown(self, k: Tensor, v: Tensor) -> bool:
+        """The buffers don't do for K and V like `k` and `v`: more rows, another device, a dtype of more values."""
+        dtype = torch.promote_types(torch.promote_types(k.dtype, v.dtype), self.storage.dtype)
+        return k.shape[0] > self.storage.batch_size or k.device != self.device or dtype != self.storage.dtype
+
+    def _check_turn(self, positions: Positions) -> None:
+        """Raises RuntimeError unless each layer before this one stored these tokens, and this one all earlier ones."""
+        if torch.compiler.is_compiling():
+            self.calls = positions.calls = _UNKNOWN
+        if self.calls == _UNKNOWN or positions.calls == _UNKNOWN:
+            return
+        if self.leads:
+            positions.calls += 1
+        if self.calls + 1 != positions.calls:
+            raise RuntimeError(
+                f"this layer stored tokens {self.calls} times before, the first layer {positions.calls - 1} times: a "
+                "call of the model ended halfway (reset() the cache), or the model stores twice a layer (an "
+                "encoder-decoder takes EncoderDecoderCache(NVFP4Cache(config), DynamicCache()))"
             )
-        if not storage.empty and k.shape[0] != self.batch_size:
-            raise ValueError(f"the cache holds {self.batch_size} rows, got {k.shape[0]}; reset() it first")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """`(columns, offset)` of a mask: a column for each position, from 0."""
@@ -134,6 +154,7 @@ class NVFP4Layer(CacheLayerMixin):
     def reset(self) -> None:
         """Empties the layer; buffers and their addresses stay."""
         self.storage.empty = True
+        self.calls = 0
         if self.positions is not None and self.leads:
             self.positions.reset()
 
@@ -183,6 +204,7 @@ class NVFP4Cache(Cache):
     Raises:
         ValueError: unknown recipe, one that needs a calibration it has not or has one for another number of layers,
             `max_cache_len` not positive, or a layer type that cannot be kept this way.
+        TypeError: `config` or `max_cache_len` is of another type.
     """
 
     def __init__(
@@ -193,13 +215,15 @@ class NVFP4Cache(Cache):
         materialize: bool = False,
         **overrides: Any,
     ) -> None:
-        if max_cache_len is not None and max_cache_len <= 0:
-            raise ValueError(f"max_cache_len must be positive, got {max_cache_len}")
+        if not hasattr(config, "get_text_config"):
+            raise TypeError(f"config must be a model's config (model.config), got {type(config).__name__}")
+        if max_cache_len is not None:
+            checks.count(max_cache_len, "max_cache_len")
+            max_cache_len = int(max_cache_len)
         self.recipe = get_recipe(recipe, **overrides)
         self.materialize = materialize
         self._starts: Tensor | None = None
         self._positions: dict[tuple[torch.device, int], Positions] = {}
-        self._padding_known = False
         self._saturation_reported = False
         kinds = layer_kinds(config.get_text_config(decoder=True))
         self.recipe.check_layers(len(kinds))
@@ -226,6 +250,10 @@ class NVFP4Cache(Cache):
     def all_positions(self) -> list[Positions]:
         """Each distinct set of positions: one for every device and ring size."""
         return list(self._positions.values())
+
+    def forget_positions(self) -> None:
+        """The layers initialised next get positions of their own batch size."""
+        self._positions.clear()
 
     def save(self, path: str | Path) -> None:
         """Writes what is stored to one safetensors file, to the bit; see `load`.
@@ -255,8 +283,11 @@ class NVFP4Cache(Cache):
                 and each row keeps *its* first tokens exact.
 
         Raises:
-            ValueError: a row has padding elsewhere than on the left, or tokens are stored already.
+            ValueError: a row has padding elsewhere than on the left, the mask is not two-dimensional, or tokens are
+                stored already. If the first tokens are of another number of rows, `update` raises it.
         """
+        if attention_mask.ndim != 2:
+            raise ValueError(f"set_padding takes a mask [B, n], got shape {list(attention_mask.shape)}")
         if not self.is_empty:
             raise ValueError("set_padding comes before the first tokens: the cache holds some; reset() it first")
         visible = attention_mask.to(torch.bool)
@@ -264,36 +295,42 @@ class NVFP4Cache(Cache):
         index = torch.arange(visible.shape[-1], device=visible.device)
         if bool((visible != (index >= starts[:, None])).any()):
             raise ValueError("set_padding takes padding on the left only; a row of the mask has a 0 after a 1")
-        self._starts = starts if bool((starts > 0).any()) else None
+        self._starts = starts
         for positions in self._positions.values():
             self._apply_padding(positions)
 
+    def check_padding(self, rows: int) -> None:
+        """Raises ValueError if `set_padding` was given a mask of another number of rows."""
+        if self._starts is not None and self._starts.shape[0] != rows:
+            raise ValueError(
+                f"set_padding was given {self._starts.shape[0]} rows, the first tokens have {rows}; with beams or "
+                "several sequences a prompt, repeat the mask's rows as generate does"
+            )
+
     def _apply_padding(self, positions: Positions) -> None:
-        if self._starts is not None:
+        if self._starts is not None and self._starts.shape[0] <= positions.batch_size:
             positions.set_starts(self._starts)
 
-    def knows_padding(self, attention_mask: Tensor | None, q_length: int) -> bool:
-        """Whether attention of the next `q_length` tokens needs no mask for padding.
+    def needs_no_mask(self, attention_mask: Tensor | None, q_length: int) -> bool:
+        """Whether attention of the next `q_length` tokens sees all that it may without `attention_mask` `[B, n]`.
 
-        True without a mask; for a mask of a prompt that has padding on the left only, which is noted; and for each
-        later token, which is none. A prompt's mask is read on the host, so a compiled prefill keeps its mask.
+        True without a mask, and for one that hides the padding on the left of the prompt and nothing else; that of an
+        empty cache is noted. A mask is read on the host, so compiled code keeps its mask.
         """
         if attention_mask is None:
             return True
-        if q_length == 1 and not self.is_empty:
-            return self._padding_known
         if torch.compiler.is_compiling():
             return False
-        self._padding_known = False
-        if self.is_empty and attention_mask.shape[-1] == q_length:
-            try:
-                self.set_padding(attention_mask)
-            except ValueError:
-                return False
-            self._padding_known = True
-        elif self._starts is None and bool(attention_mask.all()):
-            self._padding_known = True
-        return self._padding_known
+        if not self.is_empty:
+            positions = self.all_positions()[0]
+            return positions.mask_is_starts(attention_mask.to(positions.starts.device, torch.bool), q_length)
+        if attention_mask.shape[-1] != q_length:
+            return False
+        try:
+            self.set_padding(attention_mask)
+        except ValueError:
+            return False
+        return True
 
     @property
     def is_empty(self) -> bool:
@@ -304,10 +341,15 @@ class NVFP4Cache(Cache):
         """Empties the cache; buffers and their addresses stay, scales are chosen anew."""
         super().reset()
         self._starts = None
-        self._padding_known = False
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As `NVFP4Layer.update`, for layer `layer_idx`."""
+        attention_interface.note_cache(None)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        attention_interface.note_cache(self)
+        if not self.materialize:
+            attention_interface.note_cache(self)
         if not torch.compiler.is_compiling():
             for positions in self._positions.values():
                 positions.poll()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops import checks
 from ..recipe import Recipe, get_recipe
 from .handle import KVHandle
 from .positions import Positions
@@ -45,43 +46,66 @@ class NVFP4KVCache(nn.Module):
         **overrides: Any,
     ) -> None:
         super().__init__()
+        checks.count(max_batch_size, "max_batch_size")
+        checks.count(max_seq_length, "max_seq_length")
         recipe = get_recipe(recipe, **overrides)
         like = torch.empty((max_batch_size, n_heads, 0, head_dim), dtype=dtype, device=device)
         self.storage = LayerStorage(recipe, max_seq_length)
         self.storage.allocate(like, like.new_empty((max_batch_size, n_heads, 0, v_head_dim or head_dim)))
         ring = LayerStorage.ring_size(recipe)
         self.positions = Positions(max_batch_size, max_seq_length, ring, like.device)
+        self._rows = max_batch_size
 
     def update(self, input_pos: Tensor | None, k: Tensor, v: Tensor) -> tuple[Any, Any]:
         """Stores `k` `[B, H, n, D]` and `v` `[B, H, n, Dv]` in place and returns handles for both.
 
         Args:
-            input_pos: int `[n]`, positions of the tokens; on the CPU it is checked that they continue the row. A first
-                position of 0 starts a new sequence there too. None appends.
+            input_pos: int `[n]`, positions of the tokens, which continue the row; None appends. On a GPU and in
+                compiled code nobody looks at them at once: `check` tells.
 
         Raises:
-            ValueError: the tokens don't fit, or don't continue the row; nothing was written.
+            ValueError: the tokens don't fit, don't continue the row, or are of other heads or rows; nothing was
+                written.
             RuntimeError: a gradient would be recorded.
         """
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise RuntimeError("a quantised KV cache is for inference; call the model under torch.no_grad()")
-        if input_pos is not None and input_pos.device.type == "cpu" and not torch.compiler.is_compiling():
-            self._check_positions(input_pos)
-        self.positions.check_room(k.shape[2])
-        self.positions.advance(k.shape[2])
+        rows, num_new = k.shape[0], k.shape[2]
+        self.storage.check(k, v, min(rows, self.storage.batch_size) if self.storage.empty else self._rows)
+        self._rows = rows
+        self.positions.check_room(num_new)
+        if input_pos is not None:
+            self._check_positions(input_pos, num_new)
+        self.positions.advance(num_new)
         update = self.storage.write(k, v, self.positions)
         return KVHandle(update, k.shape[0], is_key=True), KVHandle(update, k.shape[0], is_key=False)
 
-    def _check_positions(self, input_pos: Tensor) -> None:
-        stored = int(self.positions.lengths.max())
-        if input_pos.numel() and int(input_pos[0]) != stored:
+    def _check_positions(self, input_pos: Tensor, num_new: int) -> None:
+        if tuple(input_pos.shape) != (num_new,):
+            raise ValueError(f"input_pos must be [{num_new}], as many positions as tokens, got {list(input_pos.shape)}")
+        lengths = self.positions.lengths
+        expected = lengths[:1] + torch.arange(num_new, device=lengths.device)
+        wrong = (input_pos.to(lengths.device) != expected).any()
+        if lengths.device.type != "cpu" or torch.compiler.is_compiling():
+            self.positions.overflowed.logical_or_(wrong)
+        elif bool(wrong):
             raise ValueError(
-                f"input_pos starts at {int(input_pos[0])}, the cache holds {stored} tokens: tokens are appended in "
-                "order; reset() starts a new sequence, crop(n) drops the last n tokens"
+                f"input_pos must be {int(expected[0])} … {int(expected[-1])} in order, as the cache holds "
+                f"{int(lengths[0])} tokens, got {int(input_pos[0])} … {int(input_pos[-1])}: tokens are appended; "
+                "reset() starts a new sequence, crop(n) drops the last n tokens"
+            )
+
+    def check(self) -> None:
+        """Raises RuntimeError if `input_pos` did not continue a row, or a row outgrew the cache, where only the device
+        knew (synchronises)."""
+        if bool(self.positions.overflowed):
+            raise RuntimeError(
+                f"a row grew past max_seq_length={self.positions.capacity}, or input_pos did not continue where the "
+                "row ended; what the cache holds since is wrong: reset() it before a new sequence"
             )
 
     def crop(self, num_tokens: int) -> None:
-        """Drops the last `num_tokens` tokens of every row."""
+        """Drops the last `num_tokens` tokens of every row; ValueError if the number is negative."""
         self.positions.crop(num_tokens)
 
     def reset(self) -> None:

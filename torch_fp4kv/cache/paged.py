@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..ops import checks
 from ..recipe import Recipe, get_recipe
 from . import attention_interface
 from .buffers import allocate
@@ -50,6 +51,7 @@ class PagedPositions(Positions):
         for name, tensor in self.tensors():
             if tensor.ndim:
                 setattr(view, name, tensor[row : row + 1])
+        view.active = torch.ones_like(view.active)
         view._slots = {}
         return view
 
@@ -73,7 +75,8 @@ class PagedNVFP4Cache:
         recipe, **overrides: as for `NVFP4Cache`.
 
     Raises:
-        ValueError: a page size that is no power of two from 16, or a layer with another kind of attention.
+        ValueError: a page size that is no power of two from 16, a number that is not positive, or a layer with another
+            kind of attention.
     """
 
     def __init__(
@@ -90,6 +93,8 @@ class PagedNVFP4Cache:
     ) -> None:
         if page_size < 16 or page_size & (page_size - 1):
             raise ValueError(f"page_size must be a power of two, 16 or more, got {page_size}")
+        for number, name in ((num_pages, "num_pages"), (max_rows, "max_rows"), (max_cache_len, "max_cache_len")):
+            checks.count(number, name)
         config = config.get_text_config(decoder=True)
         if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ["full_attention"]):
             raise ValueError("PagedNVFP4Cache keeps layers with full attention; use NVFP4Cache for sliding ones")
@@ -110,6 +115,11 @@ class PagedNVFP4Cache:
         self._pages: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
         self._capacity = max_cache_len
+        # Rows whose next token `step` made room for; `stepped` until the model has stored them.
+        self._stepping: list[int] = []
+        self._stepped = False
+        # Rows whose prefill began and did not reach the last layer.
+        self._unfinished: set[int] = set()
         attention_interface.register()
         self.batch = _PagedBatch(self, None)
 
@@ -156,6 +166,7 @@ class PagedNVFP4Cache:
             if self._references[page] == 0:
                 self._free_pages.append(page)
         del self._lengths[row]
+        self._unfinished.discard(row)
         for positions in self._positions.values():
             positions.active[row] = 0
             positions.lengths[row] = 0
@@ -189,13 +200,26 @@ class PagedNVFP4Cache:
     def step(self, rows: Sequence[int]) -> Tensor:
         """Makes room for one more token of each of `rows`, which the next call of the model with `batch` appends.
 
+        A second call before the model's takes the place of the first.
+
         Returns:
             `position_ids` for that call, int64 `[R, 1]`.
 
         Raises:
             RuntimeError: not enough pages are free; nothing was changed.
-            ValueError: a sequence would exceed `max_cache_len`; nothing was changed.
+            ValueError: a sequence would exceed `max_cache_len`, has no prompt yet or is named twice; nothing was
+                changed.
         """
+        for row in rows:
+            self._check_row(row)
+            if rows.count(row) > 1:
+                raise ValueError(f"row {row} is named twice; a step takes one token of each row")
+            if self._lengths[row] == 0:
+                raise ValueError(f"row {row} has no prompt yet: prefill it with pool.row({row}) first")
+        for row in self._stepping if self._stepped else ():
+            if row in self._lengths:
+                self._lengths[row] -= 1
+        self._stepped = False
         self.reserve(dict.fromkeys(rows, 1))
         active = torch.zeros(self.max_rows, dtype=torch.int32)
         active[list(rows)] = 1
@@ -205,6 +229,7 @@ class PagedNVFP4Cache:
         ids = positions.lengths.to(torch.int64)[:, None]
         for row in rows:
             self._lengths[row] += 1
+        self._stepping, self._stepped = list(rows), True
         return ids
 
     def reserve(self, tokens: dict[int, int]) -> None:
@@ -212,6 +237,8 @@ class PagedNVFP4Cache:
         wanted: dict[int, tuple[int, bool]] = {}
         for row, count in tokens.items():
             self._check_row(row)
+            if row in self._unfinished:
+                raise RuntimeError(f"a prefill of row {row} ended halfway, and its layers differ: free it")
             length, pages = self._lengths[row], self._pages[row]
             if length + count > self._capacity:
                 raise ValueError(f"row {row}: {count} tokens after {length} exceed max_cache_len={self._capacity}")
@@ -259,23 +286,25 @@ class _PagedBatch(Cache):
     """The pool as transformers sees it: all rows (`row` None) or one."""
 
     def __init__(self, pool: PagedNVFP4Cache, row: int | None) -> None:
-        super().__init__(layers=[_PagedLayer(pool, i, row) for i in range(len(pool.layers))])
+        # One view for all layers: who advances it also drops the slots that it has computed.
+        views = pool._positions if row is None else {ring: p.row(row) for ring, p in pool._positions.items()}
+        rings = [LayerStorage.ring_size(storage.recipe) for storage in pool.layers]
+        super().__init__(
+            layers=[_PagedLayer(pool, i, row, views[ring], leads=ring not in rings[:i]) for i, ring in enumerate(rings)]
+        )
 
 
 class _PagedLayer(CacheLayerMixin):
     is_sliding = False
 
-    def __init__(self, pool: PagedNVFP4Cache, index: int, row: int | None) -> None:
+    def __init__(
+        self, pool: PagedNVFP4Cache, index: int, row: int | None, positions: PagedPositions, leads: bool
+    ) -> None:
         super().__init__()
         self.pool, self.index, self.row = pool, index, row
+        self.positions, self.leads = positions, leads
         self.is_compileable = row is None
         self.is_initialized = True
-        storage = pool.layers[index]
-        positions = pool._positions[LayerStorage.ring_size(storage.recipe)]
-        self.leads = all(
-            pool._positions[LayerStorage.ring_size(s.recipe)] is not positions for s in pool.layers[:index]
-        )
-        self.positions = positions if row is None else positions.row(row)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: a pool is allocated when it is made."""
@@ -284,12 +313,12 @@ class _PagedLayer(CacheLayerMixin):
         """Stores the tokens in the rows' pages and returns handles for K and V."""
         pool, storage = self.pool, self.pool.layers[self.index]
         num_new = key_states.shape[2]
+        storage.check(key_states, value_states, pool.max_rows if self.row is None else 1)
         if self.row is not None:
             if self.index == 0:
                 pool.reserve({self.row: num_new})
                 pool._lengths[self.row] += num_new
-                for positions in pool._positions.values():
-                    positions.active[self.row] = 1
+                pool._unfinished.add(self.row)
             base, storage = storage, storage.rows(self.row, empty=pool._lengths[self.row] == num_new)
             if self.leads:
                 self.positions.advance(num_new)
@@ -297,9 +326,16 @@ class _PagedLayer(CacheLayerMixin):
                 base.calibrate(key_states.to(base.dtype), value_states.to(base.dtype), self.positions)
                 base.frozen = True
                 storage = base.rows(self.row, empty=storage.empty)
-        elif self.leads:
-            self.positions.advance(num_new)
+        else:
+            if self.index == 0:
+                if num_new != 1 or not pool._stepped:
+                    raise RuntimeError("the batch takes one token a row after each pool.step(rows); prompts go by row")
+                pool._stepped = False
+            if self.leads:
+                self.positions.advance(num_new)
         update = storage.write(key_states, value_states, self.positions)
+        if self.row is not None and self.index == len(pool.layers) - 1:
+            pool._unfinished.discard(self.row)
         batch = key_states.shape[0]
         return KVHandle(update, batch, is_key=True), KVHandle(update, batch, is_key=False)
 

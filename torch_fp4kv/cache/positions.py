@@ -33,6 +33,7 @@ class Positions:
         host_length: the longest row, known on the host; kept only where the cache grows.
         block_table: int32 `[B, max_pages]` where rows lie in pages of a pool, else None.
         longest: what `lengths` has been at most; a crop leaves it.
+        calls: how often the layer that advances them was called since the last reset; see `NVFP4Layer`.
         overflowed: bool `[]`, sticky: a row outgrew the capacity.
     """
 
@@ -49,6 +50,7 @@ class Positions:
         self.longest = allocate((batch,), torch.int32, device)
         self.padded = False
         self.host_length = 0
+        self.calls = 0
         self.overflowed = allocate((), torch.bool, device)
         self._flag: tuple[Tensor, torch.cuda.Event] | None = None
         self._slots: dict[tuple[int, int, int, int], tuple[Tensor, Tensor | None]] = {}
@@ -159,7 +161,9 @@ class Positions:
         return bool(((lost <= slack) | (self.longest <= window + slack)).all())
 
     def crop(self, num_tokens: int) -> None:
-        """Drops the last `num_tokens` tokens of every row."""
+        """Drops the last `num_tokens` tokens of every row; ValueError if the number is negative."""
+        if num_tokens < 0:
+            raise ValueError(f"the number of tokens to drop must not be negative, got {num_tokens}")
         self.lengths.sub_(num_tokens).clamp_(min=0)
         self.host_length = max(0, self.host_length - num_tokens)
         torch.minimum(self.held_from, self.lengths, out=self.held_from)
@@ -171,13 +175,22 @@ class Positions:
             tensor.zero_()
         self.padded = False
         self.host_length = 0
+        self.calls = 0
         self._slots.clear()
 
     def set_starts(self, starts: Tensor) -> None:
         """Sets the first visible position of each row (int `[B']`, `B' ≤ B`), before anything is stored."""
+        self.starts.zero_()
         self.starts[: starts.shape[0]].copy_(starts)
-        self.padded = True
+        self.padded = bool((starts > 0).any())
         self._slots.clear()
+
+    def mask_is_starts(self, mask: Tensor, num_new: int) -> bool:
+        """Whether `mask` (bool `[B', n]`), of the tokens stored and `num_new` more, is False before `starts` only
+        (synchronises)."""
+        batch, columns = mask.shape
+        visible = torch.arange(columns, device=mask.device) >= self.starts[:batch, None]
+        return bool((mask == visible).all() & (self.lengths[:batch] + num_new <= columns).all())
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Every tensor that holds state, by name."""
@@ -194,7 +207,7 @@ class Positions:
     def to(self, device: torch.device) -> None:
         """Moves all state."""
         for name, tensor in self.tensors():
-            setattr(self, name, tensor.to(device))
+            setattr(self, name, allocate(tuple(tensor.shape), tensor.dtype, device).copy_(tensor))
         self._flag = None
         self._slots.clear()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ..ops.call import head_dim_of
+from .storage import ROW_TENSORS
 
 if TYPE_CHECKING:
-    from .hf import NVFP4Cache
+    from .hf import NVFP4Cache, NVFP4Layer
 
 FORMAT = "torch_fp4kv.cache"
 VERSION = 1
@@ -33,20 +35,26 @@ def save(cache: NVFP4Cache, path: str | Path) -> None:
     """
     from safetensors.torch import save_file
 
-    if not all(layer.is_initialized for layer in cache.layers):
-        raise ValueError("nothing to save: not every layer of the cache has stored tokens")
+    # Layers that read another's K and V (Gemma 3n) store nothing.
+    stored = [(i, layer) for i, layer in enumerate(cache.layers) if not layer.storage.empty]
+    if not stored:
+        raise ValueError("nothing to save: the cache has stored no tokens")
+    batch = stored[0][1].batch_size
     tensors: dict[str, Tensor] = {}
-    for i, layer in enumerate(cache.layers):
+    for i, layer in stored:
         used = _tokens_used(layer)
         for name, tensor in layer.storage.tensors():
             part = tensor[:, :, :used] if name in _TOKEN_TENSORS else tensor
+            part = part[:batch] if name in ROW_TENSORS else part
             tensors[f"layers.{i}.{name}"] = part.contiguous().cpu()
     for positions in cache.all_positions():
         for name, tensor in positions.tensors():
-            tensors[f"positions.{positions.ring}.{name}"] = tensor.contiguous().cpu()
-    layers = [
-        {"dtype": str(layer.dtype).removeprefix("torch."), "rotated": layer.storage.rotated} for layer in cache.layers
-    ]
+            part = tensor[:batch] if tensor.ndim else tensor
+            tensors[f"positions.{positions.ring}.{name}"] = part.contiguous().cpu()
+    layers = {
+        str(i): {"dtype": str(layer.dtype).removeprefix("torch."), "rotated": layer.storage.rotated}
+        for i, layer in stored
+    }
     header = {"version": VERSION, **_geometry(cache), "layers": layers, "sha256": _digest(tensors)}
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
@@ -81,9 +89,16 @@ def load(cache: NVFP4Cache, path: str | Path, device: torch.device | str | None 
     for key, value in _geometry(cache).items():
         if header[key] != value:
             raise ValueError(f"{path} does not go with this cache: its {key} is {header[key]}, the cache's {value}")
-    for i, layer in enumerate(cache.layers):
-        own = {name.split(".", 2)[2]: t for name, t in tensors.items() if name.startswith(f"layers.{i}.")}
-        _restore_layer(layer, own, header["layers"][i], torch.device(device or "cpu"))
+    saved = [_Saved.of(cache, int(i), tensors, facts) for i, facts in header["layers"].items()]
+    for one in saved:
+        one.check(path)
+    cache.reset()
+    if not all(one.fits() for one in saved):
+        cache.forget_positions()
+        for one in saved:
+            one.allocate(torch.device(device or "cpu"))
+    for one in saved:
+        one.restore()
     for positions in cache.all_positions():
         positions.restore({name: tensors[f"positions.{positions.ring}.{name}"] for name, _ in positions.tensors()})
 
@@ -121,18 +136,65 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _restore_layer(layer: Any, saved: dict[str, Tensor], facts: dict[str, Any], device: torch.device) -> None:
-    storage, recipe = layer.storage, layer.storage.recipe
-    batch, heads, used, _ = saved["k_data"].shape
-    if not layer.is_initialized or storage.batch_size != batch or storage.tokens < used:
+@dataclass
+class _Saved:
+    """A layer's saved tensors by name, and the layer that takes them over."""
+
+    index: int
+    layer: NVFP4Layer
+    tensors: dict[str, Tensor]
+    dtype: torch.dtype
+    rotated: bool
+
+    @classmethod
+    def of(cls, cache: NVFP4Cache, index: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> _Saved:
+        prefix = f"layers.{index}."
+        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        return cls(index, cache.layers[index], own, getattr(torch, facts["dtype"]), facts["rotated"])
+
+    def sizes(self) -> tuple[int, int, int]:
+        """`(H, D, Dv)`."""
+        recipe, k_data, v_data = self.layer.storage.recipe, self.tensors["k_data"], self.tensors["v_data"]
+        return k_data.shape[1], head_dim_of(k_data, recipe.k_format), head_dim_of(v_data, recipe.v_format)
+
+    def check(self, path: str | Path) -> None:
+        """Raises ValueError where the layer has buffers for other heads."""
+        storage = self.layer.storage
+        if not self.layer.is_initialized:
+            return
+        own = (storage.k_data.shape[1], storage.head_dim, storage.v_head_dim)
+        if own != self.sizes():
+            raise ValueError(
+                f"{path} does not go with this cache: KV heads and head sizes of layer {self.index} are "
+                f"{list(self.sizes())}, the cache's {list(own)}"
+            )
+
+    def fits(self) -> bool:
+        """Whether the layer's buffers take what was saved."""
+        storage, (batch, _, used, _) = self.layer.storage, self.tensors["k_data"].shape
+        return (
+            self.layer.is_initialized
+            and (storage.batch_size, storage.dtype) == (batch, self.dtype)
+            and storage.tokens >= used
+            and self.layer.positions is not None
+            and self.layer.positions.batch_size == batch
+        )
+
+    def allocate(self, device: torch.device) -> None:
+        layer, (batch, _, used, _) = self.layer, self.tensors["k_data"].shape
         if layer.max_cache_len is None and not layer.is_sliding:
-            storage.tokens = max(used, 1)
-        sizes = [head_dim_of(saved["k_data"], recipe.k_format), head_dim_of(saved["v_data"], recipe.v_format)]
-        dtype, device = getattr(torch, facts["dtype"]), layer.device if layer.is_initialized else device
-        layer.lazy_initialization(*[torch.empty((batch, heads, 0, size), dtype=dtype, device=device) for size in sizes])
-    storage.set_rotated(facts["rotated"])
-    for name, tensor in storage.tensors():
-        target = tensor[:, :, :used] if name in _TOKEN_TENSORS else tensor
-        target.copy_(saved[name])
-    storage.empty = False
-    layer.batch_size = batch
+            layer.storage.tokens = max(used, 1)
+        heads, *dims = self.sizes()
+        device = layer.device if layer.is_initialized else device
+        like = [torch.empty((batch, heads, 0, dim), dtype=self.dtype, device=device) for dim in dims]
+        layer.lazy_initialization(*like)
+
+    def restore(self) -> None:
+        storage = self.layer.storage
+        used = self.tensors["k_data"].shape[2]
+        storage.set_rotated(self.rotated)
+        for name, tensor in storage.tensors():
+            target = tensor[:, :, :used] if name in _TOKEN_TENSORS else tensor
+            target.copy_(self.tensors[name])
+        storage.empty = False
+        self.layer.batch_size = self.tensors["k_data"].shape[0]

@@ -31,7 +31,7 @@ MAX_DECODE_TOKENS = 16
 MIN_BIAS_TOKENS = 8
 """Fewer first tokens give no bias, and without one K is not rotated."""
 
-_ROW_TENSORS = ("k_data", "k_scales", "v_data", "v_scales", "k_exact", "v_exact")
+ROW_TENSORS = ("k_data", "k_scales", "v_data", "v_scales", "k_exact", "v_exact")
 _HEAD_TENSORS = ("k_global", "v_global", "k_bias", "v_bias")
 
 
@@ -193,7 +193,7 @@ class LayerStorage:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that holds state, by name; a rotation that all layers share is none."""
         transforms = ("k_transform", "q_transform") if self.recipe.equalize_k else ()
-        for name in _ROW_TENSORS + _HEAD_TENSORS + transforms:
+        for name in ROW_TENSORS + _HEAD_TENSORS + transforms:
             tensor = getattr(self, name, None)
             if tensor is not None:
                 yield name, tensor
@@ -201,6 +201,19 @@ class LayerStorage:
     def nbytes(self) -> int:
         """Bytes of all state."""
         return sum(t.numel() * t.element_size() for _, t in self.tensors())
+
+    def check(self, k: Tensor, v: Tensor, rows: int) -> None:
+        """Raises unless K and V like `k` and `v` `[rows, H, n, ·]` can be stored here."""
+        checks.floating(k, "K")
+        checks.floating(v, "V")
+        expected = (self.k_data.shape[1], self.head_dim, self.v_head_dim)
+        if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or (k.shape[1], k.shape[3], v.shape[3]) != expected:
+            raise ValueError(
+                f"this layer holds {expected[0]} KV heads of size {expected[1]} (K) and {expected[2]} (V); "
+                f"got K {list(k.shape)} and V {list(v.shape)}"
+            )
+        if k.shape[0] != rows:
+            raise ValueError(f"the cache holds {rows} rows, got {k.shape[0]}; reset() it first")
 
     def write(self, k: Tensor, v: Tensor, positions: Positions) -> Update:
         """Stores `k` `[B, H, n, D]` and `v` `[B, H, n, Dv]` as the last n tokens of `positions`, already advanced.
@@ -258,14 +271,18 @@ class LayerStorage:
         age = age - positions.starts[:batch, None]
         stored, stored_v = k.to(torch.float32), v.to(torch.float32)
         if self.k_bias is not None and self.recipe.k_bias == "prompt":
-            enough = num_new >= MIN_BIAS_TOKENS
-            # The first tokens are unlike the rest, and sinks are kept exact anyway.
-            sinks = self.recipe.num_sink_tokens
-            first = sinks if num_new >= MIN_BIAS_TOKENS + sinks else 0
-            weights = (age >= first)[:, None, :, None] & stored.isfinite()
-            mean = torch.where(weights, stored, 0.0).sum((0, 2)) / weights.sum((0, 2)).clamp(min=1)
-            self.k_bias.copy_(mean if enough else torch.zeros_like(mean))
-            self.set_rotated(self.recipe.rotate_k and enough)
+            # An `if`, since a comparison of a symbolic number is no bool: compiled code is one or the other.
+            if num_new >= MIN_BIAS_TOKENS:
+                # The first tokens are unlike the rest, and sinks are kept exact anyway.
+                sinks = self.recipe.num_sink_tokens
+                first = sinks if num_new >= MIN_BIAS_TOKENS + sinks else 0
+                weights = (age >= first)[:, None, :, None] & stored.isfinite()
+                mean = torch.where(weights, stored, 0.0).sum((0, 2)) / weights.sum((0, 2)).clamp(min=1)
+                self.k_bias.copy_(mean)
+                self.set_rotated(self.recipe.rotate_k)
+            else:
+                self.k_bias.zero_()
+                self.set_rotated(False)
         if self.k_bias is not None:
             stored = stored - self.k_bias[:, None, :]
         if self.v_bias is not None:
@@ -313,7 +330,7 @@ class LayerStorage:
     def select(self, rows: Tensor) -> None:
         """Keeps rows `rows` (int64 `[B']`), in that order; in place where the number of rows stays."""
         selected = {}
-        for name in _ROW_TENSORS:
+        for name in ROW_TENSORS:
             old = getattr(self, name)
             if old is not None:
                 selected[name] = old.index_select(0, rows.to(old.device))
@@ -327,7 +344,7 @@ class LayerStorage:
     def to(self, device: torch.device | str) -> None:
         """Moves all state."""
         for name, tensor in list(self.tensors()):
-            setattr(self, name, tensor.to(device, non_blocking=True))
+            setattr(self, name, allocate(tuple(tensor.shape), tensor.dtype, torch.device(device)).copy_(tensor))
 
 
 def _calibrated(numbers: Matrix | tuple[tuple[int, ...], ...] | None, shape: tuple[int, int], name: str) -> Tensor:

@@ -27,6 +27,14 @@ def head_dim(size: int, name: str) -> None:
         )
 
 
+def count(value: object, name: str) -> None:
+    """Raises TypeError unless `value` is an int (of any kind), ValueError unless it is positive."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value.__index__() <= 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+
+
 def floating(tensor: Tensor, name: str) -> None:
     """Raises TypeError unless `tensor` is float32, float16 or bfloat16."""
     if tensor.dtype not in FLOATING:

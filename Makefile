@@ -15,6 +15,8 @@ TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11,torch==2.13.0)
 TRITON ?= triton==3.7.0
 OLD_TRANSFORMERS ?= transformers==5.17.0
 OLD_TRITON ?= triton==3.6.0
+# The interpreter of triton 3.6 stops with later ones.
+OLD_NUMPY ?= numpy<2.4
 JOBS ?= 2
 # Threads that spin while they wait take the cores from each other where they are shared.
 export OMP_WAIT_POLICY ?= passive
@@ -84,5 +86,5 @@ $(VENV)/.old: Makefile $(VENV)/.test
 	$(VENV)/bin/python -m venv --clear $(VENV)/old
 	site=$$($(VENV)/old/bin/python -c '$(SITE)'); \
 	{ $(VENV)/bin/python -c '$(SITE)'; echo '$(CURDIR)'; } >"$$site/rest.pth"
-	$(VENV)/old/bin/python -m pip install --quiet --disable-pip-version-check '$(OLD_TRANSFORMERS)' '$(OLD_TRITON)'
+	$(VENV)/old/bin/python -m pip install --quiet --disable-pip-version-check '$(OLD_TRANSFORMERS)' '$(OLD_TRITON)' '$(OLD_NUMPY)'
 	touch $@

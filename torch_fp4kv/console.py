@@ -24,20 +24,24 @@ def table(rows: Sequence[Sequence[str]]) -> None:
 
 @contextmanager
 def progress(total: int, text: str) -> Iterator[Callable[[int], Any]]:
-    """A bar on standard error that shows after two seconds and goes when done; yields what advances it.
+    """A bar on a terminal's standard error that shows after two seconds and goes when done; yields what advances it.
 
     The clock goes on between two steps, as while a first step compiles.
     """
     from tqdm import tqdm
 
+    style = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
     done = threading.Event()
-    with tqdm(total=total, desc=text, leave=False, delay=2, dynamic_ncols=True) as bar:
+    with tqdm(total=total, desc=text, leave=False, delay=2, dynamic_ncols=True, disable=None, bar_format=style) as bar:
 
         def tick() -> None:
             while not done.wait(1):
                 if bar.format_dict["elapsed"] > bar.delay:
                     bar.refresh()
 
+        if bar.disable:
+            yield bar.update
+            return
         thread = threading.Thread(target=tick, daemon=True)
         thread.start()
         try:

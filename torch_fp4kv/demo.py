@@ -27,7 +27,7 @@ from .console import heading, progress, table
 from .ops import backends
 
 PROMPT = "Why is the sky blue? Answer in two sentences."
-RECIPES = ("nvfp4", "nvfp4-plain", "k8v4", "fp8")
+RECIPES = ("nvfp4", "nvfp4-plain", "fp8")
 
 STEP = 16
 """Tokens a call when scoring: few enough to be no prefill, whose tokens would see each other exactly."""

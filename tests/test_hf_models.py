@@ -118,6 +118,8 @@ def test_compiled_decode(named_model):
 def test_what_sdpa_cannot_do_is_refused_by_transformers(name):
     """These classes don't offer sdpa; `fp4kv` is the way to a quantised cache."""
     model = build(name)
+    if getattr(model, "_supports_sdpa", False):
+        pytest.skip(f"transformers {transformers.__version__} offers sdpa for it, with any cache")
     with pytest.raises(ValueError):
         run(model, "sdpa", NVFP4Cache(model.config, 128), prompt())
 

@@ -43,7 +43,7 @@ def decode(model, pool, last, step=None):
     for row, token in last.items():
         tokens[row] = token
     with torch.no_grad():
-        logits = (step or model)(tokens, position_ids=ids, past_key_values=pool.batch).logits
+        logits = (model if step is None else step)(tokens, position_ids=ids, past_key_values=pool.batch).logits
     for row in last:
         last[row] = int(logits[row, -1].argmax())
 

@@ -8,7 +8,20 @@ from __future__ import annotations
 import pytest
 import torch
 from compiled import Generated, generated
-from decode_step import BATCH, BF16, CACHE_ELEMENTS, DIM, F32, HEADS, I64, STORAGE, U8, append_step, step_arguments
+from decode_step import (
+    BATCH,
+    BF16,
+    CACHE_ELEMENTS,
+    DIM,
+    F32,
+    HEADS,
+    I64,
+    STORAGE,
+    U8,
+    append_step,
+    rope,
+    step_arguments,
+)
 from expecttest import assert_expected_inline
 from fake_cuda import cuda_code
 from torch import Tensor
@@ -53,6 +66,37 @@ persistent_reduction triton_per_fused_add_append_cat_mul_neg_split_transpose_vie
   store 2 bf16, 2 i64, 2 u8
   reduce 2 max2, 2 sum
 launch triton_per_fused_add_append_cat_mul_neg_split_transpose_view_0
+""",
+    )
+
+
+def test_layer_up_to_attention_is_two_cuda_kernels_and_the_call() -> None:
+    def layer(kw: Tensor, ks: Tensor, vw: Tensor, vs: Tensor, q: Tensor, *rest: Tensor) -> Tensor:
+        *step, lengths = rest
+        _, _, cos, sin, _, k_scale, v_scale = step
+        append_step(kw, ks, vw, vs, *step)
+        q = rope(q.view(BATCH, 1, 4 * HEADS, DIM).transpose(1, 2), cos, sin)
+        return fp4.attention(q, kw, ks, vw, vs, k_scale, v_scale, lengths).transpose(1, 2).flatten(2)
+
+    step = step_arguments(1)
+    query, lengths = ((BATCH, 1, 4 * HEADS * DIM), BF16), ((BATCH,), torch.int32)
+    code = Generated(cuda_code(layer, *step[:4], query, *step[4:], lengths))
+    assert code.num_kernels == 2
+    assert_expected_inline(
+        check(code),
+        """\
+persistent_reduction triton_per_fused_add_append_cat_mul_neg_split_transpose_view_0
+  load 6 bf16, 2 fp32, 1 i64
+  store 2 i64, 2 u8
+  reduce 2 max2, 2 sum
+pointwise triton_poi_fused_add_attention_cat_mul_neg_split_transpose_view_1
+  load 5 bf16
+  store 1 bf16
+  reduce nothing
+launch triton_per_fused_add_append_cat_mul_neg_split_transpose_view_0
+allocate bfloat16 (16, 32, 1, 128)
+launch triton_poi_fused_add_attention_cat_mul_neg_split_transpose_view_1
+call torch.ops.fp4kv.attention.default
 """,
     )
 

@@ -45,7 +45,18 @@ CASES: dict[str, dict[str, Any]] = {
     "exact window, soft-cap": {"ring": 24, "num_sink_tokens": 4, "window": 40, "softcap": 5.0, "lengths": (300, 90)},
     "bias of V": {"v_bias": BIAS, "ring": 24},
 }
-HEAD_SIZES = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64, 256), (256, 80), (96, 64)]
+HEAD_SIZES = [
+    (64, 64),
+    (80, 80),
+    (96, 96),
+    (128, 128),
+    (192, 192),
+    (256, 256),
+    (192, 128),
+    (64, 256),
+    (256, 80),
+    (96, 64),
+]
 
 
 def call(**options: Any) -> AttentionCall:
@@ -57,7 +68,7 @@ def call(**options: Any) -> AttentionCall:
 
 
 def compare(c: AttentionCall, out: Tensor, lse: Tensor | None, tolerance: float = 1e-3) -> None:
-    """`out` has a relative error (2-norm) under `tolerance`, `lse` an error under 1e-3; what is not seen gives 0 and -inf."""
+    """`out` has a relative error (2-norm) under `tolerance`, `lse` one under 1e-3; unseen queries give 0 and -inf."""
     assert lse is not None
     expected, expected_lse = oracle.attend(c)
     assert torch.isfinite(out).all()

@@ -2,7 +2,7 @@
 
 One block at a time, all its threads in lockstep, registers as NumPy arrays with an element a thread. Branches must be
 uniform. Reading or writing memory that no tensor occupies is an error. Asynchronous copies land as late as the program
-allows (at the wait) or at once: a program that reads too early, or overwrites what it still needs, fails one of the two.
+allows (at the wait) or at once: a program that reads too early, or overwrites what it still needs, fails one of both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ UNSIGNED = {"b8": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64
 UNSIGNED |= {f"u{n}": UNSIGNED[f"b{n}"] for n in (8, 16, 32, 64)}
 TYPES: dict[str, Any] = {
     **UNSIGNED,
-    **{"s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64, "f32": np.float32, "f16": np.float16, "f64": np.float64},
+    **{
+        "s8": np.int8,
+        "s16": np.int16,
+        "s32": np.int32,
+        "s64": np.int64,
+        "f32": np.float32,
+        "f16": np.float16,
+        "f64": np.float64,
+    },
 }
 COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "eq": np.equal,
@@ -453,7 +461,9 @@ def _divide(b: Block, parts: list[str], kinds: list[str], operands: list[Any]) -
 def e4m3(bits: Array) -> Array:
     """float32 values of e4m3fn bits."""
     magnitude = (bits & 127).astype(np.uint32)
-    value = np.where(magnitude < 8, magnitude * 2.0**-9, ((magnitude << 20) + (120 << 23)).astype(np.uint32).view(np.float32))
+    value = np.where(
+        magnitude < 8, magnitude * 2.0**-9, ((magnitude << 20) + (120 << 23)).astype(np.uint32).view(np.float32)
+    )
     value = np.where(magnitude == 127, np.nan, value)
     return _f32(np.where(bits >> 7, -value, value))
 
@@ -644,7 +654,7 @@ SPECIAL: dict[str, Callable[[Block, str, list[Any]], None]] = {
 
 @contextlib.contextmanager
 def launches(capability: int = 90, eager: bool = False) -> Iterator[list[str]]:
-    """Within it, Triton launches run here, as compiled for sm_`capability`; yields the names of the kernels that ran."""
+    """Within it, Triton launches run here, compiled for sm_`capability`; yields the names of the kernels that ran."""
     from triton.runtime.jit import JITFunction
 
     names: list[str] = []

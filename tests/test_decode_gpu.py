@@ -91,8 +91,10 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             return replace(found(*args), tile_programs=tile, group_programs=group)
 
         monkeypatch.setattr(decode, "configuration", limited)
+        decode.plan.cache_clear()
 
     yield limit
+    decode.plan.cache_clear()
 
 
 @pytest.mark.parametrize("heads", [8, 16])

@@ -93,6 +93,7 @@ def restored() -> Iterator[None]:
     found = decode.configuration
     yield
     decode.configuration = found  # type: ignore[misc]
+    decode.plan.cache_clear()
 
 
 def spread_over(tile: int, group: int, **changes: Any) -> None:
@@ -103,6 +104,7 @@ def spread_over(tile: int, group: int, **changes: Any) -> None:
         return replace(found(*args), group=2, stride=2, tile_programs=tile, group_programs=group, **changes)
 
     decode.configuration = limited  # type: ignore[assignment]
+    decode.plan.cache_clear()
 
 
 def test_results_do_not_depend_on_how_work_is_spread() -> None:
@@ -141,7 +143,7 @@ def test_unpacking_is_exact(has_e4m3: bool, num_words: int) -> None:
         second = min(first + 1, 0x7E)
         block.registers |= {f"%w{i}": words[i] for i in range(num_words)}
         block.registers["%s"] = np.full(32, first | (second << 8 if scales == 2 else 0), np.uint16)
-        for name, value in (("%m1", 2), ("%m5", 32), ("%m9", 512)):
+        for name, value in zip(("%m1", "%m5", "%m9"), decode_unpack.SHIFTS):
             block.registers[name] = np.full(32, value, np.uint32)
         for step in program.steps[:-1]:
             step(block)

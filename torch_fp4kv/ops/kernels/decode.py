@@ -1,16 +1,13 @@
 """Decode attention over an NVFP4 cache: split-KV in Gluon for NVIDIA GPUs (sm_80 and newer), then a merge.
 
 Letters: B batch, H KV heads, G query heads a KV head, L queries a row, C columns of a program (of G · L), D and DV head
-sizes of K and V (padded: DP, DVP), N tokens a tile, T tokens a page, P pages, E exact slots, R exact ring slots.
-
-One warp is one worker. It streams tiles of N tokens of one KV head through shared memory as raw words (`cp.async`),
-unpacks them in registers straight into operands of `mma.m16n8k16` (see `decode_layouts.py`, `decode_unpack.py`), and
-keeps maximum, sum and accumulator of each column to itself.
+sizes of K and V, N tokens a tile, T tokens a page, P pages, E exact slots, R exact ring slots.
 
 Results do not depend on how the work is spread. Tiles lie at multiples of N tokens and each is computed on its own;
 the GROUP tiles i, i + STRIDE, … of a span of GROUP · STRIDE tiles are folded in order into a group, the same groups of
-two neighbouring spans into a pair, and pairs are merged in fixed blocks. A program takes a pair, a group or a tile, as
-the length of the row makes enough of them; the merge does the folds that remain.
+two neighbouring spans into a pair, and pairs are merged in fixed blocks. A program (one warp) takes a pair, a group or
+a tile, as the length of the row makes enough of them; the merge does the folds that remain. So the grid follows from
+the capacity, and lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -19,934 +16,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
-from triton import constexpr_function
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..call import AttentionCall
-from .decode_layouts import (
-    k_element_bits,
-    k_exact_map,
-    k_scale_map,
-    k_swizzle,
-    k_word_map,
-    out_map,
-    v_exact_map,
-    v_scale_map,
-    v_swizzle,
-    v_word_map,
-    words_per_lane,
-)
-from .decode_unpack import unpack_asm, unpack_constraints
+from .decode_common import EXACT_SLOTS, LOG2E, MERGE_ROWS
+from .decode_kernel import decode_kernel
+from .decode_merge import merge_kernel
+from .decode_unpack import SHIFTS
 
 MAX_QUERIES = 16
 MAX_COLUMNS = 512
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-CODE_SCALE = gl.constexpr(16384.0)
-"""Unpacked K and V lack this factor."""
-EXACT_TOKENS = gl.constexpr(16)
-EXACT_SLOTS = gl.constexpr(64)
-"""Exact tokens of a tile, and of a program."""
-MERGE_ROWS = gl.constexpr(8)
-"""Pairs that a warp of the merge sums at a time."""
-
-# P of two neighbouring columns, packed and transposed 8 by 8: a lane then has two neighbouring tokens of one column.
-# The four outputs of FEW are both halves of two operand registers; its prmt selectors put P into the lower half for
-# columns 0 to 3 and into the upper for 4 to 7. Else there are registers for both.
-P_ASM_FEW = gl.constexpr("""{
-.reg .b32 p, first, second;
-cvt.rn.f16x2.f32 p, $5, $4;
-movmatrix.sync.aligned.m8n8.trans.b16 p, p;
-prmt.b32 first, p, 0, $6;
-prmt.b32 second, p, 0, $7;
-mov.b32 {$0, $1}, first;
-mov.b32 {$2, $3}, second;
-}""")
-P_ASM = gl.constexpr("""{
-.reg .b32 p;
-.reg .b16 first, second, zero;
-cvt.rn.f16x2.f32 p, $9, $8;
-movmatrix.sync.aligned.m8n8.trans.b16 p, p;
-mov.b32 {first, second}, p;
-mov.b16 zero, 0;
-mov.b16 $0, first;
-mov.b16 $1, zero;
-mov.b16 $2, second;
-mov.b16 $3, zero;
-mov.b16 $4, zero;
-mov.b16 $5, first;
-mov.b16 $6, zero;
-mov.b16 $7, second;
-}""")
-
-
-@constexpr_function
-def linear(layout):
-    registers, lanes, shape = layout
-    return gl.DistributedLinearLayout(registers, lanes, [], [], shape)
-
-
-@constexpr_function
-def swizzled(parameters):
-    vec, per_phase, max_phase = parameters
-    return gl.SwizzledSharedLayout(vec, per_phase, max_phase, order=[1, 0])
-
-
-@gluon.jit
-def permute_bits(x, BITS: gl.constexpr):
-    """Moves bit i of `x` to bit BITS[i]."""
-    result = (x & 1) << BITS[0]
-    for i in gl.static_range(1, len(BITS)):
-        result |= ((x >> i) & 1) << BITS[i]
-    return result
-
-
-@gluon.jit
-def join_word(halves, FIRST: gl.constexpr):
-    """8 f16 tensors of a word to `[..., half, r0, r1]` (pair r = r0 + 2 · r1)."""
-    even = gl.join(gl.join(halves[FIRST], halves[FIRST + 1]), gl.join(halves[FIRST + 2], halves[FIRST + 3]))
-    odd = gl.join(gl.join(halves[FIRST + 4], halves[FIRST + 5]), gl.join(halves[FIRST + 6], halves[FIRST + 7]))
-    return gl.join(even, odd)
-
-
-@gluon.jit
-def unpack_words(words, scales, multipliers, COUNT: gl.constexpr, SCALES: gl.constexpr, E4M3: gl.constexpr):
-    """int32 `[..., COUNT]` and int16 scale operands `[...]` to f16 `[..., half, r0, r1, j0, j1]` (word j = j0 + 2 · j1)."""
-    ASM: gl.constexpr = unpack_asm(COUNT, SCALES, E4M3)
-    CONSTRAINTS: gl.constexpr = unpack_constraints(COUNT)
-    LAYOUT: gl.constexpr = scales.type.layout
-    m1, m5, m9 = multipliers
-    if COUNT == 1:
-        x = gl.convert_layout(gl.reshape(words, words.shape[:-1]), LAYOUT, assert_trivial=True)
-        out = gl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, [x, scales, m1, m5, m9], dtype=(gl.float16,) * 8, is_pure=True, pack=1
-        )
-        one = join_word(out, 0)
-        return gl.reshape(one, one.shape + [1, 1])
-    elif COUNT == 2:
-        x0, x1 = gl.split(words)
-        x0 = gl.convert_layout(x0, LAYOUT, assert_trivial=True)
-        x1 = gl.convert_layout(x1, LAYOUT, assert_trivial=True)
-        out = gl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, [x0, x1, scales, m1, m5, m9], dtype=(gl.float16,) * 16, is_pure=True, pack=1
-        )
-        two = gl.join(join_word(out, 0), join_word(out, 8))
-        return gl.reshape(two, two.shape + [1])
-    else:
-        even, odd = gl.split(gl.reshape(words, words.shape[:-1] + [2, 2]))
-        x0, x2 = gl.split(even)
-        x1, x3 = gl.split(odd)
-        x0 = gl.convert_layout(x0, LAYOUT, assert_trivial=True)
-        x1 = gl.convert_layout(x1, LAYOUT, assert_trivial=True)
-        x2 = gl.convert_layout(x2, LAYOUT, assert_trivial=True)
-        x3 = gl.convert_layout(x3, LAYOUT, assert_trivial=True)
-        out = gl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, [x0, x1, x2, x3, scales, m1, m5, m9], dtype=(gl.float16,) * 32, is_pure=True, pack=1
-        )
-        return gl.join(gl.join(join_word(out, 0), join_word(out, 8)), gl.join(join_word(out, 16), join_word(out, 24)))
-
-
-@gluon.jit
-def spread_probabilities(p, N: gl.constexpr, C: gl.constexpr, B: gl.constexpr):
-    """float32 scores `[N, columns]` to operand B `[2N, 2C]`: row 2t + h, column h' · C + column is P where h = h', else 0."""
-    if C == 4:
-        p0, p1 = gl.split(gl.reshape(p, [N, 4, 2]))
-        lower_half = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(1, p0.type.layout)), 1) & 4 == 0
-        args = [p0, p1, gl.where(lower_half, 0x4410, 0x1044), gl.where(lower_half, 0x4432, 0x3244)]
-        out = gl.inline_asm_elementwise(
-            P_ASM_FEW, "=h,=h,=h,=h,r,r,r,r", args, dtype=(gl.float16,) * 4, is_pure=True, pack=1
-        )
-        pairs = gl.join(gl.join(out[0], out[2]), gl.join(out[1], out[3]))
-        pairs = gl.reshape(pairs, [N // 8, 8, 4, 2, 2])
-        spread = gl.reshape(gl.permute(pairs, (0, 3, 2, 4, 1)), [2 * N, 8])
-    else:
-        p0, p1 = gl.split(gl.reshape(p, [N, C // 2, 2]))
-        out = gl.inline_asm_elementwise(
-            P_ASM, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [p0, p1], dtype=(gl.float16,) * 8, is_pure=True, pack=1
-        )
-        lower = gl.join(gl.join(out[0], out[2]), gl.join(out[1], out[3]))
-        upper = gl.join(gl.join(out[4], out[6]), gl.join(out[5], out[7]))
-        pairs = gl.reshape(gl.join(lower, upper), [N // 8, 8, C // 8, 4, 2, 2, 2])
-        spread = gl.reshape(gl.permute(pairs, (0, 4, 3, 5, 6, 2, 1)), [2 * N, 2 * C])
-    return gl.convert_layout(spread, B, assert_trivial=True)
-
-
-@gluon.jit
-def column_halves(x, C: gl.constexpr, MMA: gl.constexpr):
-    """`[columns]` of scores to the columns of outputs, `[1, HV]`."""
-    if C > 4:
-        both = gl.reshape(gl.permute(gl.join(x, x), (1, 0)), [2 * C])
-        x = gl.convert_layout(both, gl.SliceLayout(0, MMA), assert_trivial=True)
-    return gl.expand_dims(x, 0)
-
-
-@gluon.jit
-def fold(old, old_weight, new, new_weight):
-    """`old · old_weight + new · new_weight`; the order of the roundings is fixed, so that all kernels agree."""
-    return gl.fma(new, gl.broadcast(new_weight, new)[0], old * old_weight)
-
-
-@gluon.jit
-def finite(top):
-    """A maximum to subtract: 0 where nothing has been seen."""
-    return gl.where(top == -float("inf"), 0.0, top)
-
-
-@gluon.jit
-def fold_weights(old_top, new_top):
-    """`(top, old_weight, new_weight)` that put two partial results under one maximum."""
-    top = gl.maximum(old_top, new_top)
-    return top, gl.exp2(old_top - finite(top)), gl.exp2(new_top - finite(top))
-
-
-@gluon.jit
-def first_of_group(i, first_tile, STRIDE: gl.constexpr):
-    """First tile of i, i + STRIDE, … that is not before `first_tile`."""
-    return i + gl.maximum(first_tile - i + STRIDE - 1, 0) // STRIDE * STRIDE
-
-
-@gluon.jit
-def next_lap(wrapped, position, T):
-    """Tokens in the laps that a ring of T slots has completed before `position`, from those at an earlier one."""
-    if position - wrapped >= T:
-        wrapped = position // T * T
-    return wrapped
-
-
-@gluon.jit
-def row_range(
-    b, lengths, q_lengths, starts, exact_from, queries, page_size, num_sink_tokens, window,
-    PAGING: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-):
-    """`(length, n, start, begin, end, inner_begin, inner_end)` of row `b`, which has n queries.
-
-    Some query sees stored positions in [begin, end), every one those in [inner_begin, inner_end), the mask aside.
-    """
-    length = gl.load(lengths + b)
-    n = queries
-    if q_lengths is not None:
-        n = gl.load(q_lengths + b)
-    start = 0
-    if starts is not None:
-        start = gl.load(starts + b)
-    begin = gl.maximum(start + num_sink_tokens, 0)
-    end = length
-    if exact_from is not None:
-        end = gl.minimum(end, gl.load(exact_from + b))
-    if PAGING == 0 or PAGING == 3:
-        begin = gl.maximum(begin, length - page_size)
-    inner_begin = begin
-    inner_end = end
-    if WINDOW:
-        inner_begin = gl.maximum(begin, length - window)
-        begin = gl.maximum(begin, length - n - window + 1)
-    if CAUSAL:
-        inner_end = gl.minimum(end, length - n + 1)
-    return length, n, start, begin, end, inner_begin, inner_end
-
-
-@gluon.jit
-def token_slots(token, position, wrapped, first, last, row_pages, stride, T, LOG_T, PAGING: gl.constexpr):
-    """Page offset and slot of tokens `position + token`; for those not in first … last, whose pages may not exist, of these."""
-    if PAGING == 1 or PAGING == 2:
-        token = gl.maximum(gl.minimum(position + token, last), first)
-        return gl.load(row_pages + (token >> LOG_T)).to(gl.int64) * stride, token & (T - 1)
-    else:
-        slot = position - wrapped + token
-        return (slot * 0).to(gl.int64), gl.where(slot >= T, slot - T, slot)
-
-
-@gluon.jit
-def copy_tile(
-    words_smem, scales_smem, words, scales, stride_words, stride_scales, position, wrapped, page, first, last, row_pages,
-    T, LOG_T, N: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, TOKENS_A_ROW: gl.constexpr, PAGING: gl.constexpr,
-):
-    """Starts the copy of a tile's words to `[N / TOKENS_A_ROW, TOKENS_A_ROW · DP/8]` and of its scales to `[N · D/64]`.
-
-    `words` and `scales` (int32) point at the head, without a table in the row's page. PAGING 0: slots follow one
-    another; 1: the whole tile lies in `page`; 2: every 16 tokens may lie in another page; 3: slots wrap at T. With a
-    padded head size scales stay behind (see `direct_scales`).
-    """
-    W: gl.constexpr = D // 8
-    WP: gl.constexpr = DP // 8
-    COLUMNS: gl.constexpr = TOKENS_A_ROW * WP
-    ROWS: gl.constexpr = 128 // COLUMNS
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [ROWS, COLUMNS // 4], [1, 1], [1, 0])
-    row = gl.arange(0, N // TOKENS_A_ROW, layout=gl.SliceLayout(1, WORDS))[:, None]
-    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, WORDS))[None, :]
-    if D == DP:
-        S4: gl.constexpr = D // 64
-        SCALES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-        unit = gl.arange(0, N * S4, layout=SCALES)
-    if D == DP and (PAGING == 0 or PAGING == 1):
-        if PAGING == 1:
-            words += page.to(gl.int64) * stride_words
-            scales += page.to(gl.int64) * stride_scales
-            slot = gl.multiple_of(position & (T - 1), 16)
-        else:
-            slot = gl.multiple_of(position - wrapped, 16)
-        # A lane's own part, then the part that all lanes share and that becomes an immediate of each copy.
-        pointers = words + slot * W + ((row & (ROWS - 1)) * COLUMNS + column)
-        pointers += (row & -ROWS) * COLUMNS
-        async_copy.async_copy_global_to_shared(words_smem, pointers)
-        async_copy.async_copy_global_to_shared(scales_smem, scales + slot * S4 + unit)
-    else:
-        token = row * TOKENS_A_ROW + column // WP
-        page_offset, slot = token_slots(token, position, wrapped, first, last, row_pages, stride_words, T, LOG_T, PAGING)
-        pointers = words + page_offset + slot * W + column % WP
-        if D == DP:
-            async_copy.async_copy_global_to_shared(words_smem, pointers)
-            page_offset, slot = token_slots(
-                unit // S4, position, wrapped, first, last, row_pages, stride_scales, T, LOG_T, PAGING)
-            async_copy.async_copy_global_to_shared(scales_smem, scales + page_offset + slot * S4 + unit % S4)
-        else:
-            async_copy.async_copy_global_to_shared(words_smem, pointers, mask=column % WP + row * 0 < W)
-
-
-@gluon.jit
-def direct_scales(
-    scales, stride, position, wrapped, first, last, row_pages, T, LOG_T,
-    N: gl.constexpr, D: gl.constexpr, OPERANDS: gl.constexpr, BYTES: gl.constexpr, LAYOUT: gl.constexpr, PAGING: gl.constexpr,
-):
-    """int16 scale operands `[N, OPERANDS]` of BYTES bytes, 0 in the padding, read from `scales` (uint8) in place."""
-    token = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    index = gl.expand_dims(gl.arange(0, OPERANDS, layout=gl.SliceLayout(0, LAYOUT)), 0) * BYTES
-    page_offset, slot = token_slots(token, position, wrapped, first, last, row_pages, stride, T, LOG_T, PAGING)
-    pointers = scales + page_offset + slot * (D // 16) + index
-    result = gl.load(pointers, mask=index + token * 0 < D // 16, other=0).to(gl.int16)
-    if BYTES == 2:
-        second = gl.load(pointers + 1, mask=index + 1 + token * 0 < D // 16, other=0).to(gl.int16)
-        result = result | (second << 8)
-    return result
-
-
-@gluon.jit
-def load_query(
-    q, b, head, block, queries, stride_b, stride_h, stride_l, stride_d,
-    G: gl.constexpr, C: gl.constexpr, HS: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, B: gl.constexpr, MMA: gl.constexpr,
-):
-    """Queries as operand B `[DP, HS]`, elements in the order in which lanes find K, and the factor of each column.
-
-    A power of two puts each row's largest magnitude into [2^12, 2^13), so that f16 holds queries of any size.
-    """
-    column = block * C + gl.arange(0, HS, layout=gl.SliceLayout(0, B)) % C
-    element = permute_bits(gl.arange(0, DP, layout=gl.SliceLayout(1, B)), k_element_bits(DP))
-    rows = (head * G + column % G).to(gl.int64) * stride_h + (column // G).to(gl.int64) * stride_l
-    mask = (column < G * queries)[None, :]
-    if D != DP:
-        mask = mask & (element < D)[:, None]
-    pointers = q + b.to(gl.int64) * stride_b + rows[None, :] + (element * stride_d)[:, None]
-    query = gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
-    exponent = (gl.max(gl.abs(query), 0).to(gl.int32, bitcast=True) >> 23) & 255
-    exponent = gl.maximum(exponent, 13)
-    query = query * gl.expand_dims(((266 - exponent) << 23).to(gl.float32, bitcast=True), 0)
-    factor = gl.convert_layout(((exponent - 12) << 23).to(gl.float32, bitcast=True), gl.SliceLayout(0, MMA))
-    return query.to(gl.float16), factor
-
-
-@gluon.jit
-def final_scores(
-    s, position, column, b, head, queries, softcap, mask, stride_mask_b, stride_mask_h, stride_mask_l, stride_mask_m,
-    mask_columns, G: gl.constexpr, SOFTCAP: gl.constexpr, MASK: gl.constexpr,
-):
-    """Soft-cap and mask on scores `[N, HS]` in units of log2(e). MASK 1 is boolean, 2 is added."""
-    if SOFTCAP:
-        # tanh(x) = 1 - 2 / (1 + exp(2x))
-        s = softcap * LOG2E * (1.0 - 2.0 / (1.0 + gl.exp2(s * (2.0 / softcap))))
-    if MASK:
-        pointers = mask + b.to(gl.int64) * stride_mask_b
-        pointers += ((head * G + column % G).to(gl.int64) * stride_mask_h + (column // G).to(gl.int64) * stride_mask_l)[None, :]
-        pointers += position.to(gl.int64)[:, None] * stride_mask_m
-        inside = ((position >= 0) & (position < mask_columns))[:, None] & (column < G * queries)[None, :]
-        if MASK == 1:
-            s = gl.where(gl.load(pointers, mask=inside, other=0) != 0, s, -float("inf"))
-        else:
-            s += gl.load(pointers, mask=inside, other=-float("inf")).to(gl.float32) * LOG2E
-    return s
-
-
-@gluon.jit
-def visible_tokens(s, position, seen, query_position, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """Scores with -inf where a token, or all of it (`seen` False), is not for the query."""
-    visible = gl.broadcast(seen[:, None], s)[0]
-    if CAUSAL:
-        visible = visible & (position[:, None] <= query_position[None, :])
-    if WINDOW:
-        visible = visible & (position[:, None] > (query_position - window)[None, :])
-    return gl.where(visible, s, -float("inf"))
-
-
-@gluon.jit
-def store_partial(
-    partial_out, partial_max, partial_sum, acc, top, total, row_head, block, slot, slot_stride, queries,
-    G: gl.constexpr, C: gl.constexpr, HS: gl.constexpr, DV: gl.constexpr, DVP: gl.constexpr, MMA: gl.constexpr,
-):
-    """Accumulators `[C, DV]`, log2 maxima and sums of the program's columns into slot `slot` of each."""
-    HV: gl.constexpr = 2 * C
-    OUT: gl.constexpr = linear(out_map(C, DVP))
-    out = gl.reshape(acc, [DVP // 64, 2, 2, 8, 2, C])
-    out = gl.convert_layout(gl.reshape(gl.permute(out, (5, 3, 0, 4, 1, 2)), [C, DVP]), OUT)
-    column = block * C + gl.arange(0, C, layout=gl.SliceLayout(1, OUT))
-    element = gl.arange(0, DVP, layout=gl.SliceLayout(0, OUT))
-    base = row_head.to(gl.int64) * (G * queries)
-    mask = (column < G * queries)[:, None]
-    if DV != DVP:
-        mask = mask & (element < DV)[None, :]
-    rows = (base + column) * slot_stride + slot
-    gl.store(partial_out + rows[:, None] * DV + element[None, :], out, mask=mask)
-    index = gl.arange(0, HV, layout=gl.SliceLayout(0, MMA))
-    mask = (index < C) & (block * C + index < G * queries)
-    gl.store(partial_sum + (base + block * C + index) * slot_stride + slot, gl.max(total, 0), mask=mask)
-    index = gl.arange(0, HS, layout=gl.SliceLayout(0, MMA))
-    mask = (index < C) & (block * C + index < G * queries)
-    gl.store(partial_max + (base + block * C + index) * slot_stride + slot, top, mask=mask)
-
-
-@gluon.jit
-def exact_operand(x, LARGEST: gl.constexpr):
-    """float32 to f16 with a power of two for each row (LARGEST 1) or the whole (0): `(f16, factor)`."""
-    if LARGEST == 1:
-        largest = gl.max(gl.abs(x), 1)
-    else:
-        largest = gl.max(gl.max(gl.abs(x), 1), 0)
-    exponent = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) & 255, 13)
-    inverse = ((266 - exponent) << 23).to(gl.float32, bitcast=True)
-    factor = ((exponent - 12) << 23).to(gl.float32, bitcast=True)
-    if LARGEST == 1:
-        inverse = gl.expand_dims(inverse, 1)
-    return (x * inverse).to(gl.float16), factor
-
-
-@gluon.jit
-def exact_split(
-    q, k_exact, v_exact, mask, partial_out, partial_max, partial_sum, b, head, row_head, block, first, slot, slot_stride,
-    length, n, start, exact_from, ring, num_exact,
-    stride_q_b, stride_q_h, stride_q_l, stride_q_d, stride_ke_b, stride_ke_h, stride_ke_e, stride_ve_b, stride_ve_h,
-    stride_ve_e, stride_mask_b, stride_mask_h, stride_mask_l, stride_mask_m, mask_columns,
-    queries, window, num_sink_tokens, scale, softcap,
-    G: gl.constexpr, C: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, DV: gl.constexpr, DVP: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MASK: gl.constexpr, MMA: gl.constexpr,
-):
-    """Partial attention over exact slots `first … first + EXACT_SLOTS - 1`: sinks, then the ring."""
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    HS: gl.constexpr = max(C, 8)
-    HV: gl.constexpr = 2 * C
-    N: gl.constexpr = EXACT_TOKENS
-    KJ: gl.constexpr = words_per_lane(DP)[0]
-    K_EXACT: gl.constexpr = linear(k_exact_map(N, DP))
-    V_EXACT: gl.constexpr = linear(v_exact_map(N, DVP))
-    query, factor = load_query(
-        q, b, head, block, queries, stride_q_b, stride_q_h, stride_q_l, stride_q_d, G, C, HS, D, DP, B, MMA)
-    factor = factor * scale
-    column = block * C + gl.arange(0, HS, layout=gl.SliceLayout(0, MMA)) % C
-    query_position = length - n + column // G
-    k_exact += b.to(gl.int64) * stride_ke_b + head.to(gl.int64) * stride_ke_h
-    v_exact += b.to(gl.int64) * stride_ve_b + head.to(gl.int64) * stride_ve_h
-    ones = gl.full([16, 2 * N], 1.0, gl.float16, A)
-    acc = gl.zeros([DVP // 2, HV], gl.float32, MMA)
-    total = gl.zeros([16, HV], gl.float32, MMA)
-    top = gl.full([HS], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
-    for base in range(first, gl.minimum(first + EXACT_SLOTS, num_exact), N):
-        token = base + gl.arange(0, N, layout=gl.SliceLayout(1, K_EXACT))
-        element = gl.arange(0, DP, layout=gl.SliceLayout(0, K_EXACT))[None, :]
-        seen, _ = exact_position(token, length, start, exact_from, ring, num_exact, num_sink_tokens)
-        in_k = seen[:, None] & (element < D)
-        k = gl.load(k_exact + (token * stride_ke_e)[:, None] + element, mask=in_k, other=0.0).to(gl.float32)
-        k, k_factor = exact_operand(k, 1)
-        if DP == 256:
-            k = gl.permute(gl.reshape(k, [N, 2, 4, KJ, 2, 4]), (0, 1, 3, 5, 2, 4))
-        else:
-            k = gl.permute(gl.reshape(k, [N, 4, KJ, 2, 4]), (0, 2, 4, 1, 3))
-        k = gl.convert_layout(gl.reshape(k, [N, DP]), A, assert_trivial=True)
-        s = mma_v2(k, query, gl.zeros([N, HS], gl.float32, MMA))
-        s = s * gl.convert_layout(k_factor, gl.SliceLayout(1, MMA))[:, None] * factor[None, :]
-        token = base + gl.arange(0, N, layout=gl.SliceLayout(1, MMA))
-        seen, position = exact_position(token, length, start, exact_from, ring, num_exact, num_sink_tokens)
-        s = final_scores(
-            s, position, column, b, head, queries, softcap, mask, stride_mask_b, stride_mask_h, stride_mask_l,
-            stride_mask_m, mask_columns, G, SOFTCAP, MASK)
-        s = visible_tokens(s, position, seen, query_position, window, CAUSAL, WINDOW)
-        tile_top = gl.max(s, 0)
-        p = spread_probabilities(gl.exp2(s - finite(tile_top)[None, :]), N, C, B)
-
-        token = base + gl.arange(0, N, layout=gl.SliceLayout(1, V_EXACT))
-        element = gl.arange(0, DVP, layout=gl.SliceLayout(0, V_EXACT))[None, :]
-        seen, _ = exact_position(token, length, start, exact_from, ring, num_exact, num_sink_tokens)
-        in_v = seen[:, None] & (element < DV)
-        v = gl.load(v_exact + (token * stride_ve_e)[:, None] + element, mask=in_v, other=0.0).to(gl.float32)
-        v, v_factor = exact_operand(v, 0)
-        v = gl.permute(gl.reshape(v, [N // 8, 4, 2, 8, DVP // 64, 2, 4]), (4, 6, 3, 0, 2, 1, 5))
-        v = gl.convert_layout(gl.reshape(v, [DVP // 2, 2 * N]), A, assert_trivial=True)
-        tile_acc = mma_v2(v, p, gl.zeros([DVP // 2, HV], gl.float32, MMA)) * v_factor
-        tile_total = mma_v2(ones, p, gl.zeros([16, HV], gl.float32, MMA))
-        top, old_weight, new_weight = fold_weights(top, tile_top)
-        acc = fold(acc, column_halves(old_weight, C, MMA), tile_acc, column_halves(new_weight, C, MMA))
-        total = fold(total, column_halves(old_weight, C, MMA), tile_total, column_halves(new_weight, C, MMA))
-    store_partial(
-        partial_out, partial_max, partial_sum, acc, top, total, row_head, block, slot, slot_stride, queries,
-        G, C, HS, DV, DVP, MMA)
-
-
-@gluon.jit
-def exact_position(token, length, start, exact_from, ring, num_exact, num_sink_tokens):
-    """`(seen, position)` of exact slots: the first tokens of a row, then at slot p % ring the last before `length`."""
-    behind = (length - 1 - (token - num_sink_tokens)) % ring
-    recent = length - 1 - behind
-    is_sink = token < num_sink_tokens
-    position = gl.where(is_sink, start + token, recent)
-    in_ring = (recent >= exact_from) & (recent >= start + num_sink_tokens) & (recent >= 0)
-    return (is_sink | in_ring) & (token < num_exact) & (position < length), position
-
-
-@gluon.jit
-def decode_kernel(
-    q, q_stored, k_data, k_scales, v_data, v_scales, k_global, lengths, q_lengths, starts, block_table, exact_from, bias,
-    mask, k_exact, v_exact, partial_out, partial_max, partial_sum,
-    stride_q_b, stride_q_h, stride_q_l, stride_q_d, stride_qs_b, stride_qs_h, stride_qs_l, stride_qs_d,
-    stride_k_p, stride_k_h, stride_ks_p, stride_ks_h, stride_v_p, stride_v_h, stride_vs_p, stride_vs_h, stride_table,
-    stride_ke_b, stride_ke_h, stride_ke_e, stride_ve_b, stride_ve_h, stride_ve_e,
-    stride_mask_b, stride_mask_h, stride_mask_l, stride_mask_m, mask_columns, stride_k_global,
-    batch, queries, page_size, log_page_size, window, num_sink_tokens, ring, num_exact, num_exact_slots,
-    num_blocks, num_slots, main_slots, tile_stride, stored_slots, slot_stride, scale, softcap,
-    multiplier_1, multiplier_5, multiplier_9,
-    H: gl.constexpr, G: gl.constexpr, C: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, DV: gl.constexpr,
-    DVP: gl.constexpr, N: gl.constexpr, GROUP: gl.constexpr, STRIDE: gl.constexpr, STAGES: gl.constexpr,
-    PAGING: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MASK: gl.constexpr,
-    EXACT: gl.constexpr, E4M3: gl.constexpr, PDL: gl.constexpr,
-):
-    """Partial attention of one tile, group or pair of a row, KV head and block of columns; see the top of the file.
-
-    `scale` is in units of log2(e). Words and scales are int32 views (scales of padded head sizes uint8), strides theirs.
-    Accumulators are stored in units of v_global / CODE_SCALE.
-    """
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    HS: gl.constexpr = max(C, 8)
-    HV: gl.constexpr = 2 * C
-    W: gl.constexpr = DP // 8
-    WV: gl.constexpr = DVP // 8
-    KJ: gl.constexpr = words_per_lane(DP)[0]
-    VJ: gl.constexpr = words_per_lane(DVP)[1]
-    K_SCALES: gl.constexpr = linear(k_scale_map(N, DP))
-    V_SCALES: gl.constexpr = linear(v_scale_map(N, DVP))
-    multipliers = (multiplier_1, multiplier_5, multiplier_9)
-    if PDL:
-        gdc_launch_dependents()
-
-    rows_heads = batch * H
-    program = gl.program_id(0)
-    if EXACT:
-        if program < rows_heads * num_blocks * num_exact_slots:
-            block = program % num_blocks
-            row_head = program // num_blocks % rows_heads
-            part = program // (num_blocks * rows_heads)
-            b = row_head // H
-            head = row_head % H
-            length, n, start, begin, end, inner_begin, inner_end = row_range(
-                b, lengths, q_lengths, starts, None, queries, page_size, num_sink_tokens, window, 2, False, False)
-            ring_from = length
-            if exact_from is not None:
-                ring_from = gl.load(exact_from + b)
-            exact_split(
-                q, k_exact, v_exact, mask, partial_out, partial_max, partial_sum, b, head, row_head, block,
-                part * EXACT_SLOTS, stored_slots + part, slot_stride, length, n, start, ring_from, ring, num_exact,
-                stride_q_b, stride_q_h, stride_q_l, stride_q_d, stride_ke_b, stride_ke_h, stride_ke_e, stride_ve_b,
-                stride_ve_h, stride_ve_e, stride_mask_b, stride_mask_h, stride_mask_l, stride_mask_m, mask_columns,
-                queries, window, num_sink_tokens, scale, softcap, G, C, D, DP, DV, DVP, CAUSAL, WINDOW, SOFTCAP, MASK,
-                MMA)
-            return
-        program -= rows_heads * num_blocks * num_exact_slots
-    # Neighbours read neighbouring tokens; what is seldom needed comes last.
-    if program < rows_heads * main_slots * num_blocks:
-        row_head = program // (num_blocks * main_slots)
-        slot = program // num_blocks % main_slots
-    else:
-        program -= rows_heads * main_slots * num_blocks
-        row_head = program // num_blocks % rows_heads
-        slot = main_slots + program // (num_blocks * rows_heads)
-    block = program % num_blocks
-    b = row_head // H
-    head = row_head % H
-
-    length, n, start, begin, end, inner_begin, inner_end = row_range(
-        b, lengths, q_lengths, starts, exact_from, queries, page_size, num_sink_tokens, window, PAGING, CAUSAL, WINDOW)
-    SPAN: gl.constexpr = GROUP * STRIDE
-    first_tile = begin // N
-    end_tile = (end + N - 1) // N
-    span = first_tile // (2 * SPAN) * 2
-    if end_tile - first_tile <= num_slots:
-        i = first_tile + slot
-        stop = gl.minimum(i + 1, end_tile)
-        slot = i % SPAN // STRIDE * tile_stride + (i // SPAN - span) * STRIDE + i % STRIDE
-    elif (gl.cdiv(end_tile, SPAN) - span) * STRIDE <= num_slots:
-        span += slot // STRIDE
-        i = first_of_group(span * SPAN + slot % STRIDE, first_tile, STRIDE)
-        stop = gl.minimum((span + 1) * SPAN, end_tile)
-    else:
-        span += slot // STRIDE * 2
-        i = first_of_group(span * SPAN + slot % STRIDE, first_tile, STRIDE)
-        stop = gl.minimum((span + 2) * SPAN, end_tile)
-    if i >= stop:
-        return
-
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    k_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N, W], swizzled(k_swizzle(DP)))
-    v_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N // 2, 2 * WV], swizzled(v_swizzle(DVP)))
-    ks_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N * DP // 64], FLAT)
-    vs_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N * DVP // 64], FLAT)
-    first_acc = gl.allocate_shared_memory(gl.float32, [DVP // 2, HV], ROWS)
-    first_total = gl.allocate_shared_memory(gl.float32, [16, HV], ROWS)
-    first_top = gl.allocate_shared_memory(gl.float32, [HS], FLAT)
-    k_data += head.to(gl.int64) * stride_k_h
-    v_data += head.to(gl.int64) * stride_v_h
-    k_scales += head.to(gl.int64) * stride_ks_h
-    v_scales += head.to(gl.int64) * stride_vs_h
-    row_pages = block_table
-    wrapped = 0
-    page = b
-    if PAGING == 0 or PAGING == 3:
-        k_data += b.to(gl.int64) * stride_k_p
-        v_data += b.to(gl.int64) * stride_v_p
-        k_scales += b.to(gl.int64) * stride_ks_p
-        v_scales += b.to(gl.int64) * stride_vs_p
-        wrapped = i * N // page_size * page_size
-    else:
-        row_pages += b.to(gl.int64) * stride_table
-        if PAGING == 1:
-            page = gl.load(row_pages + (i * N >> log_page_size))
-    for stage in gl.static_range(STAGES):
-        ahead = i + stage * STRIDE
-        if ahead < stop:
-            copy_tile(
-                k_smem.index(stage), ks_smem.index(stage), k_data, k_scales, stride_k_p, stride_ks_p, ahead * N, wrapped,
-                page, begin, end - 1, row_pages, page_size, log_page_size, N, D, DP, 1, PAGING)
-        async_copy.commit_group()
-        if ahead < stop:
-            copy_tile(
-                v_smem.index(stage), vs_smem.index(stage), v_data, v_scales, stride_v_p, stride_vs_p, ahead * N, wrapped,
-                page, begin, end - 1, row_pages, page_size, log_page_size, N, DV, DVP, 2, PAGING)
-        async_copy.commit_group()
-        if PAGING == 0 or PAGING == 3:
-            wrapped = next_lap(wrapped, (ahead + STRIDE) * N, page_size)
-        elif PAGING == 1:
-            page = gl.load(row_pages + (gl.minimum((ahead + STRIDE) * N, end - 1) >> log_page_size))
-
-    query, factor = load_query(
-        q_stored, b, head, block, queries, stride_qs_b, stride_qs_h, stride_qs_l, stride_qs_d, G, C, HS, D, DP, B, MMA)
-    # Not 0, which -inf would turn into NaN.
-    factor = gl.maximum(factor * (scale * CODE_SCALE * gl.load(k_global + head * stride_k_global)), 1.2e-38)
-    column = block * C + gl.arange(0, HS, layout=gl.SliceLayout(0, MMA)) % C
-    query_position = length - n + column // G
-    if bias is not None:
-        bias_row = ((b * H + head) * G + column % G).to(gl.int64) * queries + column // G
-        shift = gl.load(bias + bias_row, mask=column < G * queries, other=0.0) * scale
-
-    ones = gl.full([16, 2 * N], 1.0, gl.float16, A)
-    acc = gl.zeros([DVP // 2, HV], gl.float32, MMA)
-    total = gl.zeros([16, HV], gl.float32, MMA)
-    top = gl.full([HS], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
-    two_groups = 0
-    KS_TYPE: gl.constexpr = gl.uint8 if DP == 64 else gl.int16
-    VS_TYPE: gl.constexpr = gl.int16 if DVP == 256 else gl.uint8
-    KR: gl.constexpr = 8 if DP == 256 else 4
-    VR: gl.constexpr = 4 if DVP == 64 else 8
-    stage = 0
-    for i in range(i, stop, STRIDE):
-        start = i * N
-        ahead = i + STAGES * STRIDE
-        whole = (start >= inner_begin) & (start + N <= inner_end)
-        position = start + gl.arange(0, N, layout=gl.SliceLayout(1, MMA))
-
-        async_copy.wait_group(2 * STAGES - 1)
-        words = k_smem.index(stage).load(linear(k_word_map(N, DP)))
-        if D == DP:
-            ks = ks_smem.index(stage)._reinterpret(KS_TYPE, [N, KR], ROWS).load(K_SCALES).to(gl.int16)
-        else:
-            ks = direct_scales(
-                k_scales, stride_ks_p, start, start // page_size * page_size, begin, end - 1, row_pages, page_size,
-                log_page_size, N, D, KR, 2, K_SCALES, PAGING)
-        if DP == 256:
-            words = gl.permute(gl.reshape(words, [N, 2, 4, KJ]), (0, 2, 1, 3))
-            ks = gl.permute(gl.reshape(ks, [N, 2, 4]), (0, 2, 1))
-            k = unpack_words(words, ks, multipliers, KJ, 2, E4M3)
-            k = gl.permute(k, (0, 2, 7, 6, 5, 4, 1, 3))
-        else:
-            k = unpack_words(gl.reshape(words, [N, 4, KJ]), ks, multipliers, KJ, DP // 64, E4M3)
-            k = gl.permute(k, (0, 6, 5, 4, 3, 1, 2))
-        k = gl.convert_layout(gl.reshape(k, [N, DP]), A, assert_trivial=True)
-        s = mma_v2(k, query, gl.zeros([N, HS], gl.float32, MMA))
-        if ahead < stop:
-            copy_tile(
-                k_smem.index(stage), ks_smem.index(stage), k_data, k_scales, stride_k_p, stride_ks_p, ahead * N, wrapped,
-                page, begin, end - 1, row_pages, page_size, log_page_size, N, D, DP, 1, PAGING)
-        async_copy.commit_group()
-
-        FACTOR_LATER: gl.constexpr = bias is None and not SOFTCAP and not MASK
-        if not FACTOR_LATER:
-            s = s * factor[None, :]
-            if bias is not None:
-                s += shift[None, :]
-            s = final_scores(
-                s, position, column, b, head, queries, softcap, mask, stride_mask_b, stride_mask_h, stride_mask_l,
-                stride_mask_m, mask_columns, G, SOFTCAP, MASK)
-        if not whole:
-            seen = (position >= begin) & (position < end)
-            s = visible_tokens(s, position, seen, query_position, window, CAUSAL, WINDOW)
-        if FACTOR_LATER:
-            tile_top = gl.max(s, 0) * factor
-            shifted = gl.fma(s, gl.broadcast(factor[None, :], s)[0], gl.broadcast(-finite(tile_top)[None, :], s)[0])
-        else:
-            tile_top = gl.max(s, 0)
-            shifted = s - finite(tile_top)[None, :]
-        p = spread_probabilities(gl.exp2(shifted), N, C, B)
-
-        async_copy.wait_group(2 * STAGES - 1)
-        words = v_smem.index(stage).load(linear(v_word_map(N, DVP)))
-        if DV == DVP:
-            vs = vs_smem.index(stage)._reinterpret(VS_TYPE, [N, VR], ROWS).load(gl.SliceLayout(2, V_SCALES)).to(gl.int16)
-        else:
-            vs = direct_scales(
-                v_scales, stride_vs_p, start, start // page_size * page_size, begin, end - 1, row_pages, page_size,
-                log_page_size, N, DV, VR, DVP // 128, gl.SliceLayout(2, V_SCALES), PAGING)
-        if not whole:
-            # Slots never written may hold NaN scales, which a probability of 0 does not hide.
-            token = start + gl.arange(0, N, layout=gl.SliceLayout(1, vs.type.layout))
-            vs = gl.where(((token >= begin) & (token < end))[:, None], vs, gl.zeros_like(vs))
-        vs = gl.expand_dims(vs, 2)
-        if DVP == 64:
-            vs = gl.broadcast(vs, gl.full([N, 4, 2], 0, gl.int16, V_SCALES))[0]
-        vs = gl.reshape(gl.permute(gl.reshape(vs, [N // 8, 4, 2, 8]), (0, 2, 1, 3)), [N, 8])
-        words = gl.permute(gl.reshape(words, [N // 8, 4, 2, 8, VJ]), (0, 2, 1, 3, 4))
-        v = unpack_words(gl.reshape(words, [N, 8, VJ]), vs, multipliers, VJ, 2 if DVP == 256 else 1, E4M3)
-        v = gl.permute(gl.reshape(v, [N // 8, 2, 4] + v.shape[1:]), (8, 7, 6, 5, 3, 0, 1, 2, 4))
-        v = gl.convert_layout(gl.reshape(v, [DVP // 2, 2 * N]), A, assert_trivial=True)
-        tile_acc = mma_v2(v, p, gl.zeros([DVP // 2, HV], gl.float32, MMA))
-        tile_total = mma_v2(ones, p, gl.zeros([16, HV], gl.float32, MMA))
-        if ahead < stop:
-            copy_tile(
-                v_smem.index(stage), vs_smem.index(stage), v_data, v_scales, stride_v_p, stride_vs_p, ahead * N, wrapped,
-                page, begin, end - 1, row_pages, page_size, log_page_size, N, DV, DVP, 2, PAGING)
-        async_copy.commit_group()
-        if PAGING == 0 or PAGING == 3:
-            wrapped = next_lap(wrapped, (ahead + STRIDE) * N, page_size)
-        elif PAGING == 1:
-            page = gl.load(row_pages + (gl.minimum((ahead + STRIDE) * N, end - 1) >> log_page_size))
-
-        top, old_weight, new_weight = fold_weights(top, tile_top)
-        old_weight = column_halves(old_weight, C, MMA)
-        new_weight = column_halves(new_weight, C, MMA)
-        acc = fold(acc, old_weight, tile_acc, new_weight)
-        total = fold(total, old_weight, tile_total, new_weight)
-        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-        if (i % SPAN >= SPAN - STRIDE) & (i + STRIDE < stop):
-            first_acc.store(acc)
-            first_total.store(total)
-            first_top.store(top)
-            acc = gl.zeros([DVP // 2, HV], gl.float32, MMA)
-            total = gl.zeros([16, HV], gl.float32, MMA)
-            top = gl.full([HS], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
-            two_groups = 1
-    async_copy.wait_group(0)
-    if two_groups == 1:
-        top, old_weight, new_weight = fold_weights(first_top.load(gl.SliceLayout(0, MMA)), top)
-        old_weight = column_halves(old_weight, C, MMA)
-        new_weight = column_halves(new_weight, C, MMA)
-        acc = fold(first_acc.load(MMA), old_weight, acc, new_weight)
-        total = fold(first_total.load(MMA), old_weight, total, new_weight)
-    store_partial(
-        partial_out, partial_max, partial_sum, acc, top, total, row_head, block, slot, slot_stride, queries,
-        G, C, HS, DV, DVP, MMA)
-
-
-@gluon.jit
-def load_partials(partial_out, partial_max, partial_sum, index, rows, valid, offset, DV: gl.constexpr):
-    """Maxima and sums `[WARPS, 8]`, accumulators `[WARPS, 8, BLOCK_D]` of slots `index`; empty where not valid.
-
-    `rows` is `index` in the accumulators' layout.
-    """
-    top = gl.load(partial_max + index, mask=valid, other=-float("inf"))
-    total = gl.load(partial_sum + index, mask=valid, other=0.0)
-    row_valid = gl.expand_dims(gl.convert_layout(valid.to(gl.int32), rows.type.layout), 2) != 0
-    pointers = partial_out + (gl.expand_dims(rows * DV, 2) + offset)
-    return top, total, gl.load(pointers, mask=row_valid & (offset < DV), other=0.0)
-
-
-@gluon.jit
-def fold_rows(top, total, acc, new_top, new_total, new_acc, ROWS: gl.constexpr):
-    """Folds partial results into those of the same rows."""
-    top, old_weight, new_weight = fold_weights(top, new_top)
-    acc_old_weight = gl.expand_dims(gl.convert_layout(old_weight, ROWS), 2)
-    acc_new_weight = gl.expand_dims(gl.convert_layout(new_weight, ROWS), 2)
-    return top, fold(total, old_weight, new_total, new_weight), fold(acc, acc_old_weight, new_acc, acc_new_weight)
-
-
-@gluon.jit
-def sum_rows(top, total, acc, sums, LAYOUT: gl.constexpr, WARPS: gl.constexpr):
-    """Sums each warp's rows, `[WARPS, BLOCK_D]` each; more than one warp leaves the results in `sums`."""
-    block_top = gl.max(top, 1)
-    weight = gl.exp2(top - gl.expand_dims(finite(block_top), 1))
-    block_total = gl.sum(total * weight, 1)
-    acc_weight = gl.convert_layout(weight, gl.SliceLayout(2, LAYOUT))
-    block_acc = gl.sum(acc * gl.expand_dims(acc_weight, 2), 1)
-    COLUMN: gl.constexpr = gl.SliceLayout(1, block_acc.type.layout)
-    block_top = gl.broadcast(gl.expand_dims(gl.convert_layout(block_top, COLUMN), 1), block_acc)[0]
-    block_total = gl.broadcast(gl.expand_dims(gl.convert_layout(block_total, COLUMN), 1), block_acc)[0]
-    if WARPS > 1:
-        sums.index(0).store(block_top)
-        sums.index(1).store(block_total)
-        sums.index(2).store(block_acc)
-    return block_top, block_total, block_acc
-
-
-@gluon.jit
-def sums_of_warp(top, total, acc, sums, k, ROW: gl.constexpr, WARPS: gl.constexpr):
-    """Sums of warp `k`, `[BLOCK_D]`, in every warp."""
-    if WARPS > 1:
-        top = sums.index(0).slice(k, 1).load(ROW)
-        total = sums.index(1).slice(k, 1).load(ROW)
-        acc = sums.index(2).slice(k, 1).load(ROW)
-    SIZE: gl.constexpr = acc.shape[1]
-    ELEMENTS: gl.constexpr = gl.SliceLayout(0, ROW)
-    top = gl.convert_layout(gl.reshape(top, [SIZE]), ELEMENTS)
-    total = gl.convert_layout(gl.reshape(total, [SIZE]), ELEMENTS)
-    return top, total, gl.convert_layout(gl.reshape(acc, [SIZE]), ELEMENTS)
-
-
-@gluon.jit
-def merge_kernel(
-    partial_out, partial_max, partial_sum, out, lse, lengths, q_lengths, starts, exact_from, sink_logits, v_global, v_bias,
-    stride_v_global, queries, page_size, window, num_sink_tokens, num_exact_slots, num_slots, tile_stride, stored_slots,
-    slot_stride,
-    H: gl.constexpr, G: gl.constexpr, DV: gl.constexpr, N: gl.constexpr, GROUP: gl.constexpr, STRIDE: gl.constexpr,
-    PAGING: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """Merges the partial results of one column for BLOCK_D output elements.
-
-    A warp takes MERGE_ROWS pairs at a time and sums them in its own registers, then the warps' sums are folded one by
-    one: the order of operations depends on neither BLOCK_D nor WARPS.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, MERGE_ROWS, BLOCK_D // 32], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
-    ROWS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    ROW: gl.constexpr = gl.BlockedLayout([1, BLOCK_D // 32], [1, 32], [WARPS, 1], [1, 0])
-    ELEMENTS: gl.constexpr = gl.SliceLayout(0, ROW)
-    SPAN: gl.constexpr = GROUP * STRIDE
-    if PDL:
-        gdc_wait()
-    program = gl.program_id(0)
-    column = program % (G * queries)
-    row_head = program // (G * queries)
-    b = row_head // H
-    head = row_head % H
-    query_head = head * G + column % G
-    length, n, start, begin, end, inner_begin, inner_end = row_range(
-        b, lengths, q_lengths, starts, exact_from, queries, page_size, num_sink_tokens, window, PAGING, CAUSAL, WINDOW)
-    first_tile = begin // N
-    end_tile = gl.maximum((end + N - 1) // N, first_tile)
-    first_span = first_tile // (2 * SPAN) * 2
-    num_groups = (gl.cdiv(end_tile, SPAN) - first_span) * STRIDE
-    num_pairs = (gl.cdiv(end_tile, 2 * SPAN) - first_span // 2) * STRIDE
-    a_tile_each = end_tile - first_tile <= num_slots
-    a_group_each = num_groups <= num_slots
-
-    at = program.to(gl.int64) * slot_stride
-    partial_out += at * DV
-    partial_max += at
-    partial_sum += at
-    index = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, LANES)) * MERGE_ROWS, 1)
-    index += gl.expand_dims(gl.arange(0, MERGE_ROWS, layout=gl.SliceLayout(0, LANES)), 0)
-    rows = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, ROWS)) * MERGE_ROWS, 1)
-    rows += gl.expand_dims(gl.arange(0, MERGE_ROWS, layout=gl.SliceLayout(0, ROWS)), 0)
-    offset = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))) + gl.program_id(1) * BLOCK_D
-    offset = gl.expand_dims(gl.expand_dims(offset, 0), 0)
-    element = gl.program_id(1) * BLOCK_D + gl.arange(0, BLOCK_D, layout=ELEMENTS)
-    v_scale = gl.load(v_global + head * stride_v_global) * CODE_SCALE
-    sums = gl.allocate_shared_memory(
-        gl.float32, [3, WARPS, BLOCK_D], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
-
-    top = gl.full([BLOCK_D], -float("inf"), gl.float32, ELEMENTS)
-    exact_total = gl.zeros([BLOCK_D], gl.float32, ELEMENTS)
-    stored_total = gl.zeros([BLOCK_D], gl.float32, ELEMENTS)
-    acc = gl.zeros([BLOCK_D], gl.float32, ELEMENTS)
-    for first in range(0, num_exact_slots, MERGE_ROWS * WARPS):
-        block_top, block_total, block_acc = load_partials(
-            partial_out, partial_max, partial_sum, stored_slots + first + index, stored_slots + first + rows,
-            first + index < num_exact_slots, offset, DV)
-        block_top, block_total, block_acc = sum_rows(block_top, block_total, block_acc, sums, LAYOUT, WARPS)
-        for k in gl.static_range(WARPS):
-            warp_top, warp_total, warp_acc = sums_of_warp(block_top, block_total, block_acc, sums, k, ROW, WARPS)
-            top, old_weight, new_weight = fold_weights(top, warp_top)
-            acc = fold(acc, old_weight, warp_acc, new_weight)
-            exact_total = fold(exact_total, old_weight, warp_total, new_weight)
-    for first in range(0, num_pairs, MERGE_ROWS * WARPS):
-        if a_group_each or a_tile_each:
-            pair_top = gl.full([WARPS, MERGE_ROWS], -float("inf"), gl.float32, LANES)
-            pair_total = gl.zeros([WARPS, MERGE_ROWS], gl.float32, LANES)
-            pair_acc = gl.zeros([WARPS, MERGE_ROWS, BLOCK_D], gl.float32, LAYOUT)
-            for half in range(2):
-                span = (first + index) // STRIDE * 2 + half
-                group_index = span * STRIDE + index % STRIDE
-                group_rows = ((first + rows) // STRIDE * 2 + half) * STRIDE + rows % STRIDE
-                if a_tile_each:
-                    group_top = gl.full([WARPS, MERGE_ROWS], -float("inf"), gl.float32, LANES)
-                    group_total = gl.zeros([WARPS, MERGE_ROWS], gl.float32, LANES)
-                    group_acc = gl.zeros([WARPS, MERGE_ROWS, BLOCK_D], gl.float32, LAYOUT)
-                    for k in gl.static_range(GROUP):
-                        i = (first_span + span) * SPAN + k * STRIDE + index % STRIDE
-                        tile_top, tile_total, tile_acc = load_partials(
-                            partial_out, partial_max, partial_sum, k * tile_stride + group_index,
-                            k * tile_stride + group_rows, (i >= first_tile) & (i < end_tile), offset, DV)
-                        group_top, group_total, group_acc = fold_rows(
-                            group_top, group_total, group_acc, tile_top, tile_total, tile_acc, ROWS)
-                else:
-                    i = first_of_group((first_span + span) * SPAN + index % STRIDE, first_tile, STRIDE)
-                    group_top, group_total, group_acc = load_partials(
-                        partial_out, partial_max, partial_sum, group_index, group_rows,
-                        i < gl.minimum((first_span + span + 1) * SPAN, end_tile), offset, DV)
-                pair_top, pair_total, pair_acc = fold_rows(
-                    pair_top, pair_total, pair_acc, group_top, group_total, group_acc, ROWS)
-        else:
-            span = first_span + (first + index) // STRIDE * 2
-            i = first_of_group(span * SPAN + index % STRIDE, first_tile, STRIDE)
-            pair_top, pair_total, pair_acc = load_partials(
-                partial_out, partial_max, partial_sum, first + index, first + rows,
-                i < gl.minimum((span + 2) * SPAN, end_tile), offset, DV)
-        block_top, block_total, block_acc = sum_rows(pair_top, pair_total, pair_acc, sums, LAYOUT, WARPS)
-        for k in gl.static_range(WARPS):
-            warp_top, warp_total, warp_acc = sums_of_warp(block_top, block_total, block_acc, sums, k, ROW, WARPS)
-            top, old_weight, new_weight = fold_weights(top, warp_top)
-            acc = fold(acc, old_weight, warp_acc * v_scale, new_weight)
-            exact_total = exact_total * old_weight
-            stored_total = fold(stored_total, old_weight, warp_total, new_weight)
-    if v_bias is not None:
-        acc += stored_total * gl.load(v_bias + head * DV + element, mask=element < DV, other=0.0)
-    total = exact_total + stored_total
-    top = finite(top)
-    if sink_logits is not None:
-        sink = gl.load(sink_logits + query_head).to(gl.float32) * LOG2E
-        new_top = gl.where(total > 0.0, gl.maximum(top, sink), sink)
-        weight = gl.where(total > 0.0, gl.exp2(top - new_top), 0.0)
-        acc = acc * weight
-        total = total * weight + gl.exp2(sink - new_top)
-        top = new_top
-    seen = (total > 0.0) & (column // G < n)
-    total = gl.where(seen, total, 1.0)
-    row = (b * (H * G) + query_head).to(gl.int64) * queries + column // G
-    gl.store(out + row * DV + element, gl.where(seen, acc / total, 0.0).to(out.dtype.element_ty), mask=element < DV)
-    if lse is not None:
-        value = gl.where(seen, (top + gl.log2(total)) * LN2, -float("inf"))
-        gl.store(lse + row + element * 0, value, mask=element == 0)
 
 
 @dataclass(frozen=True)
@@ -974,16 +54,15 @@ class Configuration:
     group_programs: int = 132 * 16
 
 
-@lru_cache
 def configuration(columns: int, dp: int, dvp: int) -> Configuration:
     """The choices for `columns` columns and padded head sizes."""
     d = max(dp, dvp)
-    c = 4 if columns <= 4 else min(16, 2048 // d, max(8, triton.next_power_of_2(columns)))
+    c = 4 if columns <= 4 else min(16, 2048 // d, max(8, power_of_two(columns)))
     tokens = 8192 // d
     if c == 16:
         tokens = max(32, tokens // 2)
     group = 512 * max(1, c // 8) // tokens
-    return Configuration(c, tokens, group, registers=128 if c == 4 else None)
+    return Configuration(c, tokens, group, registers=128 if c == 4 and d <= 128 else None)
 
 
 def padded(d: int) -> int:
@@ -1024,99 +103,241 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What follows from the shapes of a call: how its work is cut, and what the kernels are compiled for.
+
+    Attributes:
+        config: the choices for these shapes.
+        blocks: column blocks.
+        programs: programs a row, head and block for stored tokens.
+        main_slots: those of them that a row which begins at position 0 uses.
+        tile_stride: slots between the tiles of a group, where each tile has its own.
+        stored_slots: slots for results of stored tokens.
+        exact_slots: slots, and programs, for exact tokens.
+        merge_warps: warps of the merge.
+        merge_elements: output elements that a program of the merge takes.
+        shape: what both kernels are compiled for.
+    """
+
+    config: Configuration
+    blocks: int
+    programs: int
+    main_slots: int
+    tile_stride: int
+    stored_slots: int
+    exact_slots: int
+    merge_warps: int
+    merge_elements: int
+    shape: dict[str, int]
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    rows_heads: int,
+    heads: int,
+    group: int,
+    queries: int,
+    d: int,
+    dv: int,
+    capacity: int,
+    page_size: int,
+    paged: bool,
+    window: int,
+    causal: bool,
+    exact_tokens: int,
+) -> Plan:
+    """The plan for `rows_heads` = B · H rows and heads that hold up to `capacity` tokens."""
+    columns = group * queries
+    config = configuration(columns, padded(d), padded(dv))
+    blocks = -(-columns // config.columns)
+    others = rows_heads * blocks
+    reach = min(capacity, window + queries - 1) if window > 0 else capacity
+    span = config.tokens * config.group * config.stride
+    pairs = -(-reach // (2 * span)) * config.stride
+    groups = -(-reach // span) * config.stride
+    tiles = -(-reach // config.tokens)
+    main = max(pairs, min(groups, config.group_programs // others), min(tiles, config.tile_programs // others))
+    # A range that does not begin with its first page, as in a window or a ring, may touch one pair of spans more.
+    programs = main + (0 if paged and window <= 0 else config.stride)
+    tile_stride = round_up((programs // (config.group * config.stride) + 4) * config.stride, 16)
+    paging = 0 if page_size % config.tokens == 0 else 3
+    if paged:
+        paging = 1 if page_size >= config.tokens else 2
+    many = rows_heads * columns >= 512
+    return Plan(
+        config,
+        blocks,
+        programs,
+        main,
+        tile_stride,
+        stored_slots=max(round_up(programs, 16), config.group * tile_stride),
+        exact_slots=-(-exact_tokens // EXACT_SLOTS.value),
+        merge_warps=1 if many else min(8, power_of_two(-(-(pairs + config.stride) // MERGE_ROWS.value))),
+        merge_elements=min(padded(dv), 128 if many else 32),
+        shape={
+            "H": heads,
+            "G": group,
+            "DV": dv,
+            "N": config.tokens,
+            "GROUP": config.group,
+            "STRIDE": config.stride,
+            "PAGING": paging,
+            "CAUSAL": causal and queries > 1,
+            "WINDOW": window > 0,
+        },
+    )
+
+
 def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Serves a call for which `unsupported` is None."""
-    q, device = call.q, call.q.device
+    q, device, table = call.q, call.q.device, call.block_table
     batch, _, queries, d = q.shape
-    heads, group, dv = call.num_kv_heads, call.group, call.v_head_dim
-    columns, rows_heads = group * queries, batch * heads
-    dp, dvp = padded(d), padded(dv)
-    config = configuration(columns, dp, dvp)
-    blocks = triton.cdiv(columns, config.columns)
+    heads, dv, page_size = call.num_kv_heads, call.v_head_dim, call.page_size
     window = max(call.window, 0)
     sinks = 0 if call.k_exact is None else call.num_sink_tokens
     ring = 0 if call.k_exact is None or call.exact_from is None else call.ring_size
-    exact_slots = triton.cdiv(sinks + ring, EXACT_SLOTS.value)
-    grid = slots(config, call.capacity if window == 0 else min(call.capacity, window + queries - 1),
-                 rows_heads * blocks, moving=window > 0 or call.block_table is None)
-    partials = rows_heads * columns * (grid.stored + exact_slots)
+    p = plan(
+        batch * heads,
+        heads,
+        call.group,
+        queries,
+        d,
+        dv,
+        call.capacity,
+        page_size,
+        table is not None,
+        window,
+        call.causal,
+        sinks + ring,
+    )
+    slots = p.stored_slots + p.exact_slots
+    partials = batch * q.shape[1] * queries * slots
     partial_out = torch.empty(partials * dv, dtype=torch.float32, device=device)
     partial_max = torch.empty(partials, dtype=torch.float32, device=device)
     partial_sum = torch.empty_like(partial_max)
     out = call.empty_out()
     lse = call.empty_lse() if call.return_lse else None
-    if call.block_table is None:
-        paging = 3 if call.page_size % config.tokens else 0
-    else:
-        paging = 1 if call.page_size >= config.tokens else 2
-    capability = torch.cuda.get_device_capability(device)
-    pdl = capability >= (9, 0)
-    shape = {
-        "H": heads, "G": group, "DV": dv, "N": config.tokens, "GROUP": config.group, "STRIDE": config.stride,
-        "PAGING": paging, "CAUSAL": call.causal and queries > 1, "WINDOW": window > 0, "PDL": pdl,
-    }  # fmt: skip
-    words = [x.view(torch.int32) for x in (call.k_data, call.v_data)]
-    scales = [s.view(torch.int32) if size == padded(size) else s for s, size in ((call.k_scales, d), (call.v_scales, dv))]
+    k_words, v_words = call.k_data.view(torch.int32), call.v_data.view(torch.int32)
+    k_scales, v_scales = call.k_scales, call.v_scales
+    assert k_scales is not None
+    assert v_scales is not None
+    k_scales = k_scales.view(torch.int32) if d == padded(d) else k_scales
+    v_scales = v_scales.view(torch.int32) if dv == padded(dv) else v_scales
     q_stored = q if call.q_stored is None else call.q_stored
     bias = None if call.stored_bias is None else call.stored_bias.contiguous()
-    mask, mask_strides = None, (0, 0, 0, 0)
-    if call.mask is not None:
-        mask = call.mask.expand(*q.shape[:3], call.mask.shape[-1])
-        mask_strides = mask.stride()
+    mask = call.mask
+    if mask is not None:
+        mask = mask.expand(*q.shape[:3], mask.shape[-1])
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    exact_strides = [0] * 6 if call.k_exact is None else [*call.k_exact.stride()[:3], *call.v_exact.stride()[:3]]
+    capability = torch.cuda.get_device_capability(device)
+    pdl = capability >= (9, 0)
     with torch.cuda.device(device):
-        decode_kernel[((grid.programs + exact_slots) * rows_heads * blocks,)](
-            q, q_stored, words[0], scales[0], words[1], scales[1], call.k_global, call.lengths, call.q_lengths, call.starts,
-            call.block_table, call.exact_from, bias, mask, call.k_exact, call.v_exact, partial_out, partial_max, partial_sum,
-            *q.stride(), *q_stored.stride(), *words[0].stride()[:2], *scales[0].stride()[:2], *words[1].stride()[:2],
-            *scales[1].stride()[:2], 0 if call.block_table is None else call.block_table.stride(0), *exact_strides,
-            *mask_strides, 0 if mask is None else mask.shape[-1], call.k_global.ndim,
-            batch, queries, call.page_size, call.page_size.bit_length() - 1, window, sinks, max(ring, 1), sinks + ring,
-            exact_slots, blocks, grid.programs, grid.main, grid.tile_stride, grid.stored, grid.stored + exact_slots,
-            call.softmax_scale * LOG2E.value, call.softcap, 2, 32, 512,
-            C=config.columns, D=d, DP=dp, DVP=dvp, STAGES=config.stages, SOFTCAP=call.softcap > 0,
-            MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2, EXACT=exact_slots > 0,
-            E4M3=capability >= (8, 9), **shape, num_warps=1, maxnreg=config.registers,
-        )  # fmt: skip
-        many = rows_heads * columns >= 512
-        warps = 1 if many else min(8, triton.next_power_of_2(triton.cdiv(grid.pairs, MERGE_ROWS.value)))
-        block_d = min(dvp, 128 if many else 32)
-        merge_kernel[(rows_heads * columns, triton.cdiv(dv, block_d))](
-            partial_out, partial_max, partial_sum, out, lse, call.lengths, call.q_lengths, call.starts, call.exact_from,
-            call.sink_logits, call.v_global, call.v_bias, call.v_global.ndim, queries, call.page_size, window, sinks,
-            exact_slots, grid.programs, grid.tile_stride, grid.stored, grid.stored + exact_slots,
-            BLOCK_D=block_d, WARPS=warps, **shape, num_warps=warps, launch_pdl=pdl,
-        )  # fmt: skip
+        decode_kernel[((p.programs + p.exact_slots) * batch * heads * p.blocks,)](
+            q,
+            q_stored,
+            k_words,
+            k_scales,
+            v_words,
+            v_scales,
+            call.k_global,
+            call.lengths,
+            call.q_lengths,
+            call.starts,
+            table,
+            call.exact_from,
+            bias,
+            mask,
+            call.k_exact,
+            call.v_exact,
+            partial_out,
+            partial_max,
+            partial_sum,
+            *q.stride(),
+            *q_stored.stride(),
+            *k_words.stride()[:2],
+            *k_scales.stride()[:2],
+            *v_words.stride()[:2],
+            *v_scales.stride()[:2],
+            0 if table is None else table.stride(0),
+            *_strides(call.k_exact)[:3],
+            *_strides(call.v_exact)[:3],
+            *_strides(mask),
+            0 if mask is None else mask.shape[-1],
+            call.k_global.ndim,
+            batch,
+            queries,
+            page_size,
+            page_size.bit_length() - 1,
+            window,
+            sinks,
+            max(ring, 1),
+            sinks + ring,
+            p.exact_slots,
+            p.blocks,
+            p.programs,
+            p.main_slots,
+            p.tile_stride,
+            p.stored_slots,
+            slots,
+            call.softmax_scale * LOG2E.value,
+            call.softcap,
+            *SHIFTS,
+            C=p.config.columns,
+            D=d,
+            DP=padded(d),
+            DVP=padded(dv),
+            STAGES=p.config.stages,
+            SOFTCAP=call.softcap > 0,
+            MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
+            EXACT=p.exact_slots > 0,
+            E4M3=capability >= (8, 9),
+            PDL=pdl,
+            **p.shape,
+            num_warps=1,
+            maxnreg=p.config.registers,
+        )
+        merge_kernel[(batch * q.shape[1] * queries, -(-dv // p.merge_elements))](
+            partial_out,
+            partial_max,
+            partial_sum,
+            out,
+            lse,
+            call.lengths,
+            call.q_lengths,
+            call.starts,
+            call.exact_from,
+            call.sink_logits,
+            call.v_global,
+            call.v_bias,
+            call.v_global.ndim,
+            queries,
+            page_size,
+            window,
+            sinks,
+            p.exact_slots,
+            p.programs,
+            p.tile_stride,
+            p.stored_slots,
+            slots,
+            BLOCK_D=p.merge_elements,
+            WARPS=p.merge_warps,
+            PDL=pdl,
+            **p.shape,
+            num_warps=p.merge_warps,
+            launch_pdl=pdl,
+        )
     return out, lse
 
 
-@dataclass(frozen=True)
-class Slots:
-    """How stored tokens are spread: `programs` a row, head and column block, `main` of which the rows that begin at
-    position 0 use; `stored` slots for their results, tiles' own `tile_stride` apart; at most `pairs` pairs."""
-
-    programs: int
-    main: int
-    stored: int
-    tile_stride: int
-    pairs: int
-
-
-@lru_cache
-def slots(config: Configuration, reach: int, others: int, moving: bool) -> Slots:
-    """Slots for rows of up to `reach` tokens, `others` rows, heads and blocks; `moving`: they may begin anywhere."""
-    span = config.tokens * config.group
-    pairs = triton.cdiv(reach, 2 * span * config.stride) * config.stride
-    groups = triton.cdiv(reach, span * config.stride) * config.stride
-    tiles = triton.cdiv(reach, config.tokens)
-    main = max(pairs, min(groups, config.group_programs // others), min(tiles, config.tile_programs // others))
-    # A range that does not begin with its first page, as in a window or a ring, may touch one pair of spans more.
-    programs = main + (config.stride if moving else 0)
-    tile_stride = round_up((triton.cdiv(programs, config.group * config.stride) + 3) * config.stride, 16)
-    stored = max(round_up(programs, 16), config.group * tile_stride)
-    return Slots(programs, main, stored, tile_stride, pairs + config.stride)
+def power_of_two(x: int) -> int:
+    """The first power of two that is not below `x`."""
+    return 1 << (x - 1).bit_length()
 
 
 def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
+
+
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0, 0) if x is None else x.stride()

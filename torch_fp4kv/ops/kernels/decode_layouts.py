@@ -62,7 +62,7 @@ def k_exact_map(n: int, d: int) -> tuple[list[list[int]], list[list[int]], list[
 
 @constexpr_function
 def v_word_map(n: int, d: int) -> tuple[list[list[int]], list[list[int]], list[int]]:
-    """`[N/2, 2W]` words of V, two tokens a row: lane (g, c) has rows c + 4i and words g·k … g·k + k - 1 of both tokens."""
+    """`[N/2, 2W]` words of V, two tokens a row: lane (g, c) has words g·k … g·k + k - 1 of both, rows c + 4i."""
     k = words_per_lane(d)[1]
     registers = [[0, w] for w in bits(k)] + [[0, d // 8]] + [[t, 0] for t in bits(n // 2)[2:]]
     return registers, [[1, 0], [2, 0], [0, k], [0, 2 * k], [0, 4 * k]], [n // 2, d // 4]
@@ -73,7 +73,7 @@ def v_scale_map(n: int, d: int) -> tuple[list[list[int]], list[list[int]], list[
     """`[N, 8, 1]` (`[N, 4, 2]` for D 64) scale operands of V by token; D 64 has one for two lanes, D 256 two bytes."""
     lanes = [[0, 0, 1], [0, 1, 0], [0, 2, 0]] if d == 64 else [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
     registers = [[1, 0, 0]] + [[t, 0, 0] for t in bits(n)[3:]]
-    return registers, [[2, 0, 0], [4, 0, 0]] + lanes, [n, 4, 2] if d == 64 else [n, 8, 1]
+    return registers, [[2, 0, 0], [4, 0, 0], *lanes], [n, 4, 2] if d == 64 else [n, 8, 1]
 
 
 @constexpr_function
@@ -91,9 +91,9 @@ def out_map(c: int, d: int) -> tuple[list[list[int]], list[list[int]], list[int]
     words = [[0, 8 * w] for w in bits(k)]
     elements = [[0, 8 * k], [0, 16 * k], [0, 32 * k]]
     if c == 4:
-        return [[0, 1], [0, 2], [1, 0]] + words, [[2, 0], [0, 4]] + elements, [c, d]
+        return [[0, 1], [0, 2], [1, 0], *words], [[2, 0], [0, 4], *elements], [c, d]
     tiles = [[t, 0] for t in bits(c)[3:]]
-    return [[0, 1], [0, 2], [0, 4], [1, 0]] + tiles + words, [[2, 0], [4, 0]] + elements, [c, d]
+    return [[0, 1], [0, 2], [0, 4], [1, 0], *tiles, *words], [[2, 0], [4, 0], *elements], [c, d]
 
 
 @constexpr_function

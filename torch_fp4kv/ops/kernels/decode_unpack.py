@@ -6,7 +6,7 @@ magnitude bits of a code, put at bits 11:9, as `magnitude · 2^-14`, zero and 0.
     shifted = (code << 9) + 0x7000    sign at bit 12: adding 7 << 12 carries it to bit 15 and leaves 14:12 to mask
     pair    = shifted & 0x8E008E00    exact value · 2^-14
 
-Four such pairs, (e0, e4), (e2, e6), (e1, e5), (e3, e7), take one mask of the low nibbles, a subtraction that leaves the
+Four such pairs, (e0, e4), (e1, e5), (e2, e6), (e3, e7), take one mask of the low nibbles, a subtraction that leaves the
 high ones, and a shift-with-add and a mask each. The integer ALU is the busiest pipe, so three of the shifts are
 multiplications, which run beside the float ones; `ptxas` would undo them for constant powers of two, hence the
 multipliers come in as arguments. Multiplying by the e4m3 block scale is exact: a product has at most six significant
@@ -17,20 +17,15 @@ from __future__ import annotations
 
 from triton import constexpr_function
 
-NUM_PAIRS = 4
-"""f16 pairs a word gives; pair r holds nibbles `PAIR_NIBBLES[r]` in its low and high half."""
-
-PAIR_NIBBLES = ((0, 4), (1, 5), (2, 6), (3, 7))
-
-SHIFT_1, SHIFT_5, SHIFT_9 = 2, 32, 512
-"""Multipliers that the assembly takes as operands, in this order."""
+SHIFTS = (2, 32, 512)
+"""Multipliers that the assembly takes as operands."""
 
 
 @constexpr_function
 def unpack_asm(num_words: int, scales_per_operand: int, has_e4m3: bool) -> str:
     """PTX for `num_words` words that share one operand of 1 or 2 block scales (bytes, first block lowest).
 
-    Outputs are 16-bit registers: word by word, pair by pair in the order of `PAIR_NIBBLES`, low half first. Inputs are
+    Outputs are 16-bit registers: word by word, pairs (e0, e4), (e1, e5), (e2, e6), (e3, e7), low half first. Inputs are
     the words, the scale operand and the three multipliers. `has_e4m3`: the target converts e4m3 (sm_89); else the byte
     is placed into an f16 and rescaled.
     """

@@ -1,0 +1,116 @@
+"""The fallback attention kernel under Triton's interpreter, against the float64 oracle; and that it compiles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import calls
+import offline
+import oracle
+import pytest
+import torch
+from decode_cases import CASES
+from kernel_cases import PREFILLS
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_under_the_interpreter")
+BIAS = torch.linspace(-0.5, 0.5, 64).repeat(2, 1)
+
+MORE: dict[str, dict[str, Any]] = {
+    "FP8 keys alone": {"k_format": "fp8"},
+    "block-FP4": {"k_format": "block-fp4", "v_format": "block-fp4", "ring": 20},
+    "exact keys, FP8 values": {"k_format": "exact", "v_format": "fp8", "dtype": torch.float16},
+    "512": {"head_dim": 512, "dtype": torch.bfloat16},
+    "576 and 512": {"head_dim": 576, "v_head_dim": 512, "heads": 8},
+    "112 and 48": {"head_dim": 112, "v_head_dim": 48},
+    "splits": {"lengths": (5000, 2048), "capacity": 5056, "ring": 30, "num_sink_tokens": 3},
+    "splits of a ring": {"lengths": (9000, 70), "capacity": 3008, "num_sink_tokens": 3},
+    "splits of a window": {"lengths": (5000, 2048), "capacity": 5056, "window": 2500, "starts": (4, 0)},
+    "bias of V": {"v_bias": BIAS, "ring": 24},
+    "no row": {"lengths": (0, 0)},
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the interpreter already")
+def test_under_the_interpreter() -> None:
+    # Triton reads the variable when a kernel is defined, so the kernels need a process of their own.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    assert "failed" not in result.stdout
+
+
+def check(c: Any) -> None:
+    from torch_fp4kv.ops.kernels import fallback
+
+    assert fallback.unsupported(c) is None
+    out, lse = fallback.run(c)
+    oracle.check(c, out, lse)
+
+
+@interpreted
+@pytest.mark.parametrize("options", [*PREFILLS.values(), *MORE.values()], ids=[*PREFILLS, *MORE])
+def test_options(options: dict[str, Any]) -> None:
+    given = {"lengths": (90, 33), "capacity": 128, "num_queries": 20 if "new" in options else 1, **options}
+    if "q_lengths" in given:
+        given["num_queries"] = 20
+    check(calls.make(return_lse=True, out_dtype=torch.float32, **given))
+
+
+@interpreted
+@pytest.mark.parametrize("name", [n for n in CASES if CASES[n].get("v_bias") is None and n != "512 columns"])
+def test_calls_of_the_decode_kernel(name: str) -> None:
+    given = {"lengths": (90, 33), "dtype": torch.bfloat16, **CASES[name]}
+    given.setdefault("capacity", -(-max(*given["lengths"], 1) // 64) * 64)
+    check(calls.make(return_lse=True, out_dtype=torch.float32, **given))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_results_have_the_dtype_of_the_query(dtype: torch.dtype) -> None:
+    check(calls.make(lengths=(90, 33), capacity=128, dtype=dtype, return_lse=True))
+
+
+@interpreted
+@pytest.mark.parametrize("options", [{}, {"ring": 24, "num_sink_tokens": 4}, {"new": True}], ids=str)
+def test_masks_sinks_and_shifted_keys(options: dict[str, Any]) -> None:
+    c = calls.make(lengths=(200, 70), capacity=256, num_queries=3, return_lse=True, **options)
+    torch.manual_seed(1)
+    for shape in [(2, 4, 3, 200), (2, 1, 1, 200), (1, 4, 1, 150), (1, 1, 3, 256)]:
+        visible = torch.rand(shape) < 0.7
+        check(replace(c, mask=visible))
+        check(replace(c, mask=torch.randn(shape).masked_fill(~visible, -torch.inf), causal=False))
+    check(replace(c, sink_logits=torch.randn(4) * 3))
+    check(replace(c, q_stored=torch.randn_like(c.q), stored_bias=torch.randn(c.q.shape[:3]) * 5))
+    check(replace(c, k_global=torch.tensor([0.01, 0.05]), v_global=torch.tensor([0.05, 0.01])))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")
+@pytest.mark.parametrize("capability", [80, 90, 120], ids="sm_{}".format)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"head_dim": 512, "dtype": torch.bfloat16},
+        {"k_format": "fp8", "v_format": "exact", "ring": 20, "page_size": 16, "softcap": 3.0, "window": 9},
+        {"num_queries": 20, "new": True, "dtype": torch.bfloat16, "head_dim": 128},
+    ],
+    ids=["decode", "D 512", "everything", "prefill"],
+)
+def test_compiles(options: dict[str, Any], capability: int) -> None:
+    from torch_fp4kv.ops.kernels import fallback
+
+    c = calls.make(lengths=(90, 33), capacity=128, return_lse=True, **options)
+    tf32 = mock.patch.object(fallback, "_has_tf32", lambda q: q.dtype != torch.float32)
+    with offline.launches(capability) as kernels, tf32:
+        fallback.run(c)
+    assert kernels[0].spills <= (64 if c.head_dim == 512 else 16)
+    assert kernels[0].shared <= offline.SHARED_MEMORY[capability]

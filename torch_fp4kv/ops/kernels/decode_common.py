@@ -1,0 +1,84 @@
+"""What the decode and the merge kernel share: how partial results are folded, and what a row's range is.
+
+Letters are those of `decode.py`."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+CODE_SCALE = gl.constexpr(16384.0)
+"""Unpacked K and V lack this factor."""
+EXACT_SLOTS = gl.constexpr(64)
+"""Exact tokens of a program."""
+MERGE_ROWS = gl.constexpr(8)
+"""Pairs that a warp of the merge sums at a time."""
+
+
+@gluon.jit
+def fold(old, old_weight, new, new_weight):
+    """`old · old_weight + new · new_weight`; the order of the roundings is fixed, so that all kernels agree."""
+    return gl.fma(new, gl.broadcast(new_weight, new)[0], old * old_weight)
+
+
+@gluon.jit
+def finite(top):
+    """A maximum to subtract: 0 where nothing has been seen."""
+    return gl.where(top == -float("inf"), 0.0, top)
+
+
+@gluon.jit
+def fold_weights(old_top, new_top):
+    """`(top, old_weight, new_weight)` that put two partial results under one maximum."""
+    top = gl.maximum(old_top, new_top)
+    return top, gl.exp2(old_top - finite(top)), gl.exp2(new_top - finite(top))
+
+
+@gluon.jit
+def first_of_group(i, first_tile, STRIDE: gl.constexpr):
+    """First tile of i, i + STRIDE, … that is not before `first_tile`."""
+    return i + gl.maximum(first_tile - i + STRIDE - 1, 0) // STRIDE * STRIDE
+
+
+@gluon.jit
+def row_range(
+    b,
+    lengths,
+    q_lengths,
+    starts,
+    exact_from,
+    queries,
+    page_size,
+    num_sink_tokens,
+    window,
+    PAGING: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
+    """`(length, n, start, begin, end, inner_begin, inner_end)` of row `b`, which has n queries.
+
+    Some query sees stored positions in [begin, end), every one those in [inner_begin, inner_end), the mask aside.
+    """
+    length = gl.load(lengths + b)
+    n = queries
+    if q_lengths is not None:
+        n = gl.load(q_lengths + b)
+    start = 0
+    if starts is not None:
+        start = gl.load(starts + b)
+    begin = gl.maximum(start + num_sink_tokens, 0)
+    end = length
+    if exact_from is not None:
+        end = gl.minimum(end, gl.load(exact_from + b))
+    if PAGING == 0 or PAGING == 3:
+        begin = gl.maximum(begin, length - page_size)
+    inner_begin = begin
+    inner_end = end
+    if WINDOW:
+        inner_begin = gl.maximum(begin, length - window)
+        begin = gl.maximum(begin, length - n - window + 1)
+    if CAUSAL:
+        inner_end = gl.minimum(end, length - n + 1)
+    return length, n, start, begin, end, inner_begin, inner_end

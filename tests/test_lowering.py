@@ -198,8 +198,9 @@ def test_append_out_of_range_raises_on_the_cpu() -> None:
     k = torch.randn(1, HEADS, 1, DIM)
     function = torch.compile(lambda storage, k, slots: fp4.append(*storage, k, k, slots, 0.1, 0.1), fullgraph=True)
     function(storage, k, torch.tensor([[PAGES * PAGE - 1]]))
-    with pytest.raises(RuntimeError, match="index out of bounds"):
-        function(storage, k, torch.tensor([[PAGES * PAGE]]))
+    for slot in (PAGES * PAGE, -1):
+        with pytest.raises(RuntimeError, match="index out of bounds"):
+            function(storage, k, torch.tensor([[slot]]))
 
 
 @pytest.mark.parametrize("op", ["quantize", "append"])

@@ -188,6 +188,21 @@ def test_append_with_an_exact_ring(storage_format: str, tmp_path: Path) -> None:
     check(function, [k, v, slots, *scales, exact_slots, *exact, *storage], tmp_path)
 
 
+@pytest.mark.parametrize(("slot", "written"), [(10**6, 31), (-5, 0)], ids=["beyond", "negative"])
+def test_slot_out_of_range_is_clamped(slot: int, written: int, tmp_path: Path) -> None:
+    """Where the CPU's code raises: an assertion that fails on a GPU takes the process along."""
+
+    def function(k: Tensor, slots: Tensor, k_data: Tensor, k_scales: Tensor) -> None:
+        fp4.append(k_data, k_scales, k_data.clone(), k_scales.clone(), k, k, slots, 0.1, 0.1)
+
+    k_data, k_scales = cache("nvfp4", torch.float32)
+    assert k_scales is not None
+    before = k_data.clone()
+    run_cuda(function, [torch.randn(1, HEADS, 1, DIM), torch.tensor([[slot]]), k_data, k_scales], [], tmp_path)
+    changed = (k_data != before).any(-1).nonzero()[:, [0, 2]].unique(dim=0)
+    assert (changed[:, 0] * k_data.shape[2] + changed[:, 1]).tolist() == [written]
+
+
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 def test_decode_step_compiles_for_every_architecture(capability: int, tmp_path: Path) -> None:
     """e4m3 is integer arithmetic, since only some of them have the type."""

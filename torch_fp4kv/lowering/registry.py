@@ -23,6 +23,9 @@ LOWERED = {
 """For each op with a lowering the module of this package and the function, called as the op is; `unsupported` of the
 same module says why a call must be left to the op."""
 
+DEVICES = ("cpu", "cuda")
+"""Device types whose generated code is tested to give the bytes of the eager ops."""
+
 
 class OptOut(NamedTuple):
     """Calls of `op` on device type `device` with `dtype` (of what is quantised, or of the result); None means any."""
@@ -98,7 +101,7 @@ def _lowering(
     name: str, op: Any, unsupported: Callable[..., str | None], lower: Callable[..., Any]
 ) -> Callable[..., Any]:
     def lower_or_call(*args: Any, **kwargs: Any) -> Any:
-        reason = _opted_out(name, args, kwargs) or unsupported(*args, **kwargs)
+        reason = _excluded(name, args, kwargs) or unsupported(*args, **kwargs)
         record(name, reason or "lowered")
         if reason is not None:
             return _compat.fallback(op)(*args, **kwargs)
@@ -107,10 +110,13 @@ def _lowering(
     return lower_or_call
 
 
-def _opted_out(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _excluded(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a call is left to the op whatever its arguments are, or None."""
     source = args[4] if name == "append" else args[0]
     dtype = kwargs["dtype"] if name == "dequantize" else source.get_dtype()
     device = source.get_device().type
+    if device not in DEVICES:
+        return f"not lowered on {device}"
     for rule in _opt_outs:
         if rule.covers(name, device, dtype):
             return f"opted out (device {rule.device or 'any'}, dtype {rule.dtype or 'any'})"

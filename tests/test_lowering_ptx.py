@@ -81,6 +81,7 @@ def compile_kernel(name: str, source: str, folder: Path, capability: int = 90) -
 
 def _program(name: str, source: str, folder: Path) -> Program:
     kernel = compile_kernel(name, source, folder)
+    assert not re.search(r"(div|rcp)\.(full|approx)", kernel.asm["ptx"]), "the interpreter would round these right"
     # A thread's stack is 16 bytes of the tensor that is placed first.
     text = re.sub(r"\n.*%SPL?, .*", "", kernel.asm["ptx"], count=1)
     text = re.sub(r"cvta\.local\.u64.*", f"mul.wide.u32 %SP, %tid.x, 16; add.s64 %SP, %SP, {ptx.BASE};", text)

@@ -92,6 +92,20 @@ def reduction(
     return result
 
 
+def divide(x: Any, y: Any) -> Any:
+    """float32 `x / y` in IR, rounded to nearest on every device.
+
+    Torch 2.11 has no such operation: there the quotient is taken in float64, wide enough to be rounded twice.
+    """
+    from torch._inductor.ops_handler import OpsHandler
+    from torch._inductor.virtualized import ops
+
+    if hasattr(OpsHandler, "div_rn"):
+        return ops.div_rn(x, y)
+    wide = (ops.to_dtype(operand, torch.float64) for operand in (x, y))
+    return ops.to_dtype(ops.truediv(*wide), torch.float32)
+
+
 def pointwise(inner: Callable[..., Any], ranges: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
     """An elementwise result `inner(i)`, which Inductor may inline into its readers."""
     from torch._inductor import ir

@@ -86,7 +86,7 @@ def _store(
                 value = ops.sub(ops.to_dtype(value, a.F32), load_bias([i[1], i[3]]))
             if storage_format == "exact":
                 return ops.to_dtype(value, data.get_dtype())
-            scaled = a.divide(ops.to_dtype(value, a.F32), load_global(i), device)
+            scaled = _compat.divide(ops.to_dtype(value, a.F32), load_global(i))
             return ops.to_dtype(a.e4m3_encode_signed(scaled), torch.uint8)
 
         _compat.scatter(data, element, x.get_size(), where.linear)

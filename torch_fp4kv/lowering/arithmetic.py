@@ -1,8 +1,8 @@
 """The format's arithmetic in Inductor's `ops`: what `ops/format` says in tensors, said for one element.
 
 Same operations, same order, so the same bytes. Two things are said differently, because compilers would otherwise
-round differently: no addition follows a rounded product directly (it would become a fused multiply-add), and a division
-is done in float64 on GPUs, whose float32 division is approximate (53 bits are enough to round the quotient right).
+round differently: no addition follows a rounded product directly (it would become a fused multiply-add), and divisions
+ask for the rounding to nearest that a GPU's usual float32 division does not have (`_compat.divide`).
 """
 
 from __future__ import annotations
@@ -43,13 +43,6 @@ def positive(value: Any) -> Any:
     not fold `abs`.
     """
     return ops.abs(value)
-
-
-def divide(x: Any, y: Any, device: torch.device) -> Any:
-    """float32 `x / y`, rounded to nearest."""
-    if device.type == "cpu":
-        return ops.truediv(x, y)
-    return ops.to_dtype(ops.truediv(ops.to_dtype(x, torch.float64), ops.to_dtype(y, torch.float64)), F32)
 
 
 def e4m3_encode(value: Any) -> Any:

@@ -53,7 +53,7 @@ def encode_nvfp4(
     amax = _amax(element, ranges, device)
 
     def bits(i: Index, divisor: float) -> Any:
-        inverse = a.divide(a.const(1.0), ops.mul(global_scale(i), a.const(divisor)), device)
+        inverse = _compat.divide(a.const(1.0), ops.mul(global_scale(i), a.const(divisor)))
         return a.e4m3_encode(ops.mul(amax(i), inverse))
 
     def bound(i: Index, scale: Any) -> Any:

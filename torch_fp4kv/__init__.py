@@ -41,7 +41,7 @@ __all__ = [
 
 
 def register_attention() -> None:
-    """Makes `attn_implementation="fp4kv"` known to transformers; creating an `NVFP4Cache` does so too."""
+    """Makes `attn_implementation="fp4kv"` known to transformers; importing `NVFP4Cache` does so too."""
     from .cache.attention_interface import register
 
     register()

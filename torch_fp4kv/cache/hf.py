@@ -18,6 +18,8 @@ from .handle import KVHandle
 from .positions import RING_SLACK, Positions
 from .storage import LayerStorage
 
+attention_interface.register()
+
 SMALLEST_NORMAL_BITS = 8
 """e4m3 bits of 2^-6; below, a block scale has fewer than four significant bits."""
 
@@ -232,7 +234,6 @@ class NVFP4Cache(Cache):
             for index, (kind, window) in enumerate(kinds)
         ]
         super().__init__(layers=layers)
-        attention_interface.register()
 
     def positions_for(
         self, batch: int, capacity: int | None, ring: int, device: torch.device

@@ -82,15 +82,20 @@ def generated(function: Callable[..., Any], *arguments: Any, **options: Any) -> 
     return Generated(codes[0])
 
 
-def compare(function: Callable[..., Any], *arguments: Any) -> None:
-    """Asserts that `function` compiled as one graph gives and mutates the bytes that it gives and mutates eagerly."""
+def compare(function: Callable[..., Any], *arguments: Any, tolerance: float = 0.0) -> None:
+    """Asserts that `function` compiled as one graph gives and mutates the bytes that it gives and mutates eagerly.
+
+    Args:
+        tolerance: absolute, for what it returns; what it mutates is compared to the bit.
+    """
     torch._dynamo.reset()
     eager, compiled = copy.deepcopy(arguments), copy.deepcopy(arguments)
     expected, got = function(*eager), torch.compile(function, fullgraph=True)(*compiled)
-    for want, have in zip(tree_leaves((expected, eager)), tree_leaves((got, compiled)), strict=True):
-        if isinstance(want, Tensor):
-            assert want.dtype == have.dtype and want.shape == have.shape
-            torch.testing.assert_close(have, want, rtol=0, atol=0, equal_nan=True)
+    for want, have, atol in ((expected, got, tolerance), (eager, compiled, 0.0)):
+        for w, h in zip(tree_leaves(want), tree_leaves(have), strict=True):
+            if isinstance(w, Tensor):
+                assert w.dtype == h.dtype and w.shape == h.shape
+                torch.testing.assert_close(h, w, rtol=0, atol=atol, equal_nan=True)
 
 
 def _triton_kernel(name: str, source: str) -> str:

@@ -250,4 +250,6 @@ def test_compiled_step_reads_what_it_wrote() -> None:
         torch_fp4kv.append(*storage, k, v, slots, 0.01, 0.02)
         return torch_fp4kv.attention(q, *storage, 0.01, 0.02, lengths)
 
-    compare(step, torch.randn(2, 6, 1, DIM), k, v, torch.tensor([4, 4], dtype=torch.int32), *storage)
+    # Lowered attention adds up its four float32 products of values up to about 4 in another order.
+    lengths = torch.tensor([4, 4], dtype=torch.int32)
+    compare(step, torch.randn(2, 6, 1, DIM), k, v, lengths, *storage, tolerance=4 * 4 * 2**-23)

@@ -14,7 +14,7 @@ import torch
 
 from torch_fp4kv.ops.call import AttentionCall
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 from torch_fp4kv.ops.kernels import append, prefill, quantize
 from torch_fp4kv.ops.kernels.nvfp4 import INTERPRETED
 
@@ -131,6 +131,9 @@ def call(head_dim: int, num_queries: int, everything: bool) -> AttentionCall:
     return AttentionCall(new(32), k_data, k_scales, v_data, v_scales, g, g, row, k_new=new(8), v_new=new(8), **options)
 
 
+# The ptxas that comes with Triton 3.6 spills where that of 3.7 does not.
+PLAIN_SPILLS = {("3.6", 120): 12}
+
 PREFILLS = [
     *[(capability, 128, 2048, False) for capability in offline.SHARED_MEMORY],
     *[(capability, 128, 2048, True) for capability in (80, 90, 120)],
@@ -149,7 +152,7 @@ def test_prefill(capability: int, head_dim: int, num_queries: int, everything: b
     assert attention.count("HMMA", "HGMMA", "UTC") > 0
     assert attention.shared <= offline.SHARED_MEMORY[capability]
     # With every option on, a few values of the prologue wait in local memory for the epilogue.
-    assert attention.spills <= (20 if everything else 2)
+    assert attention.spills <= (20 if everything else PLAIN_SPILLS.get((triton.__version__[:3], capability), 2))
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def driver() -> Iterator[None]:
             device_count=lambda: 1,
             is_initialized=lambda: False,
             _lazy_init=lambda: None,
+            is_current_stream_capturing=lambda: False,
             _exchange_device=lambda _index: 0,
             _maybe_exchange_device=lambda _index: 0,
             get_rng_state=lambda *_a, **_k: torch.empty(0, dtype=torch.uint8),

@@ -290,7 +290,7 @@ def _untransposed(node: Any) -> Any:
         order = node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:]
         if [axis % 4 for axis in order] == [0, 1, 3, 2]:
             return node.args[0]
-    if name == "getattr" and node.args[1] == "mT":
+    if name == "mT" or (name == "getattr" and node.args[1] == "mT"):  # from torch 2.14 on, and before
         return node.args[0]
     return None
 

@@ -118,15 +118,24 @@ def _compare(b: Any, parts: list[str], kinds: list[str], operands: list[Any]) ->
 
 
 def _absolute(b: Any, parts: list[str], kinds: list[str], operands: list[Any]) -> Any:
-    if parts[1] != "bf16x2":
-        return ptx._unary(np.abs)(b, parts, kinds, operands)
-    return ptx._get(b, operands[0], "b32") & 0x7FFF7FFF
+    if parts[1] == "bf16x2":
+        return ptx._get(b, operands[0], "b32") & 0x7FFF7FFF
+    if parts[1] == "bf16":
+        return ptx._get(b, operands[0], "b16") & 0x7FFF
+    return ptx._unary(np.abs)(b, parts, kinds, operands)
+
+
+def _add(b: Any, parts: list[str], kinds: list[str], operands: list[Any]) -> Any:
+    if parts[1] != "s16x2":
+        return ptx._arithmetic(np.add)(b, parts, kinds, operands)
+    x, y = (ptx._get(b, operand, "b32").view(np.uint16) for operand in operands)
+    return (x + y).view(np.uint32)
 
 
 @pytest.fixture(autouse=True)
 def _instructions_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    for name, compute in (("popc", _popcount), ("div", _divide), ("setp", _compare), ("abs", _absolute)):
+    for name, compute in (("popc", _popcount), ("div", _divide), ("setp", _compare), ("abs", _absolute), ("add", _add)):
         monkeypatch.setitem(ptx.COMPUTE, name, compute)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._inductor.config
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -13,6 +14,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     # The tensors here are small: a second thread costs more than it gives, much more on a busy machine.
     torch.set_num_threads(1)
+    # A graph that comes from Inductor's cache is not lowered again: an earlier run would hide what a test looks at.
+    torch._inductor.config.force_disable_caches = True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from hf_models import greedy, llama, prompt
 
-from torch_fp4kv import NVFP4Cache, Recipe, get_recipe, register_recipe
+from torch_fp4kv import NVFP4Cache, Recipe, get_recipe, recipes, register_recipe
 
 RECIPES = pytest.mark.parametrize("recipe", ["bf16", "nvfp4-plain", "nvfp4", "k8v4"])
 CAPACITIES = pytest.mark.parametrize("capacity", [None, 64], ids=["growing", "static"])
@@ -250,7 +250,7 @@ def test_bytes_are_those_of_the_format(model):
     assert storage.nbytes() - constants == bf16 * 72 / 256
 
 
-def test_recipes_by_name_and_field(model):
+def test_recipes_by_name_and_field(model, monkeypatch):
     assert NVFP4Cache(model.config, 64, recipe="nvfp4", exact_window=128).layers[0].storage.recipe.exact_window == 128
     with pytest.raises(ValueError, match=r"unknown recipe 'nvfp5'; known: nvfp4, "):
         NVFP4Cache(model.config, 64, recipe="nvfp5")
@@ -258,6 +258,7 @@ def test_recipes_by_name_and_field(model):
         NVFP4Cache(model.config, 64, recipe="fp4")
     with pytest.raises(TypeError, match="no field 'windw'"):
         NVFP4Cache(model.config, 64, windw=3)
+    monkeypatch.setattr("torch_fp4kv.recipe._RECIPES", recipes())
     name = "test-only"
     register_recipe(name, Recipe(exact_window=8))
     assert get_recipe(name).exact_window == 8

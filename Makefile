@@ -17,6 +17,8 @@ OLD_TRANSFORMERS ?= transformers==5.17.0
 OLD_TRITON ?= triton==3.6.0
 # The interpreter of triton 3.6 stops with later ones.
 OLD_NUMPY ?= numpy<2.4
+# What tests/test_flashinfer.py imports: 105 MB to download, without the 250 MB that only a GPU has use for.
+FLASHINFER ?= 'flashinfer-python==0.7.4' 'apache-tvm-ffi>=0.1.11,<0.2' nvidia-ml-py
 JOBS ?= 2
 # Threads that spin while they wait take the cores from each other where they are shared.
 export OMP_WAIT_POLICY ?= passive
@@ -78,6 +80,7 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.test: pyproject.toml $(VENV)/.demo
 	$(PIP) $(if $(findstring ==,$(TORCH)),'$(TRITON)') -e '.[test]'
+	$(PIP) --no-deps $(FLASHINFER)
 	touch $@
 
 # Paths in a .pth file come after the environment's own packages, and their own .pth files are not read.

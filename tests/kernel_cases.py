@@ -74,6 +74,7 @@ APPENDS: dict[str, dict[str, Any]] = {
     "fp8": {"k_format": "fp8", "v_format": "fp8"},
     "block-fp4": {"k_format": "block-fp4", "v_format": "block-fp4"},
     "exact": {"k_format": "exact", "v_format": "exact"},
+    "4-token, scales that saturate": {"v_scale_layout": "4token", "layout": lambda x: x * 30},
     "fp8 and 4-token": {"k_format": "fp8", "v_scale_layout": "4token"},
     "bias": {"tensors": BIASES},
     "fp8 bias": {"tensors": BIASES, "k_format": "fp8", "v_format": "fp8"},

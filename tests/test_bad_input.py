@@ -241,7 +241,11 @@ BAD_APPEND: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale rule": ({"scale_rule": "max"}, ValueError, "unknown scale_rule 'max'"),
     "scale layout": ({"v_scale_layout": "swizzled"}, ValueError, "unknown scale layout 'swizzled'"),
     "4-token layout of head size 32": ({"v_scale_layout": "4token"}, ValueError, "got 8 tokens with 2 scales"),
-    "backend": ({"backend": "cudnn"}, ValueError, "unknown backend 'cudnn' for append; known: auto, triton, torch"),
+    "backend": (
+        {"backend": "cudnn"},
+        ValueError,
+        "unknown backend 'cudnn' for append; known: auto, flashinfer, triton, torch",
+    ),
     "backend that cannot serve": (
         {"backend": "triton"},
         ValueError,
@@ -380,7 +384,7 @@ BAD_ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "infinite soft-cap": ({"softcap": float("inf")}, ValueError, "softcap must be finite, got inf"),
     "negative soft-cap": ({"softcap": -1.0}, ValueError, "must not be negative, got -1.0 and 0"),
     "integer result": ({"out_dtype": torch.int8}, TypeError, "out_dtype must be float32, float16 or bfloat16"),
-    "backend": ({"backend": "flash"}, ValueError, "unknown backend 'flash' for attention; known: auto, triton-gluon"),
+    "backend": ({"backend": "flash"}, ValueError, "unknown backend 'flash' for attention; known: auto, flashinfer-"),
     "backend that cannot serve": (
         {"backend": "triton"},
         ValueError,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ pytest.importorskip("transformers")
 
 from hf_models import greedy, llama, prompt
 
-from torch_fp4kv import NVFP4Cache, PagedNVFP4Cache
+from torch_fp4kv import LayerCalibration, NVFP4Cache, PagedNVFP4Cache
 
 
 @pytest.fixture(scope="module")
@@ -253,3 +255,40 @@ def test_a_prefill_that_ended_halfway_is_noticed(model, monkeypatch):
 def test_a_pool_of_nothing_is_refused(model, name):
     with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
         pool_for(model, **{name: 0})
+
+
+def test_a_pool_with_v_s_scales_in_the_order_of_sm100_gives_the_same_tokens(model):
+    model.set_attn_implementation("fp4kv")
+    sequences = []
+    for layout in ("linear", "4token"):
+        pool = pool_for(model, recipe="nvfp4-plain", v_scale_layout=layout)
+        rows = [prefill(model, pool, prompt(batch=1, tokens=n, seed=n)) for n in (21, 40)]
+        last = dict(rows)
+        for _ in range(8):
+            decode(model, pool, last)
+        sequences.append(last)
+        scales = [layer.v_scales for layer in pool.layers]
+    assert sequences[0] == sequences[1]
+    assert all(layer.v_scale_layout == "4token" for layer in pool.layers)
+    assert all(scale.any() for scale in scales)
+
+
+def test_a_given_scale_without_headroom_is_raised_where_block_scales_saturate_early(model):
+    """Under amax/2688 no block scale would be left below 448, and readers of this layout need 72 or less."""
+    ids = prompt(batch=1, tokens=40, seed=1)
+    plain = pool_for(model, recipe="nvfp4-plain", v_scale_layout="4token")
+    prefill(model, plain, ids)
+    given = [LayerCalibration(k_scale=(1e-4,), v_scale=(1e-4,))] * len(plain.layers)
+    pool = pool_for(model, recipe="nvfp4-plain", v_scale_layout="4token", calibration=given)
+    prefill(model, pool, ids)
+    for layer in pool.layers:
+        largest = max(int(layer.k_scales.max()), int(layer.v_scales.max()))
+        assert 0x68 <= largest <= 0x69
+        assert float(layer.k_global.max()) > 1e-4
+
+
+def test_a_pool_refuses_the_order_of_sm100_for_a_head_size_without_it(model):
+    config = copy.deepcopy(model.config)
+    config.head_dim = 32
+    with pytest.raises(ValueError, match="the 4-token V scale layout needs"):
+        PagedNVFP4Cache(config, 4, max_rows=1, max_cache_len=64, v_scale_layout="4token")

@@ -16,6 +16,7 @@ import torch
 from . import __version__, lowering, ops
 from .console import heading, table
 from .ops import backends
+from .ops.flashinfer import support as flashinfer
 
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python")
 
@@ -89,7 +90,7 @@ def examine() -> Report:
         devices=[_device(device) for device in devices],
         lowerings=_lowerings(),
         links=links(Path(__file__).parents[1]),
-        notes=_notes(versions),
+        notes=[*_notes(versions), *_flashinfer_notes(devices)],
     )
 
 
@@ -153,7 +154,42 @@ def _problem(device: torch.device) -> str | None:
     if not (torch.equal(words, want_words) and torch.equal(scales, want_scales)):
         return "append wrote other bytes than the reference"
     worst = float((out - want_out).abs().max())
-    return None if worst < 1e-2 else f"attention is off by {worst:.2g}"
+    if worst >= 1e-2:
+        return f"attention is off by {worst:.2g}"
+    name = backends.explain_device("attention", device).name
+    return _flashinfer_problem(device, name) if name in flashinfer.KERNELS else None
+
+
+def _flashinfer_problem(device: torch.device, name: str) -> str | None:
+    """As `_problem` for FlashInfer's kernel `name`; what keeps FlashInfer from running is one too."""
+    try:
+        have = _paged_round_trip(device, name, flashinfer.KERNELS[name].v_scale_layout)
+        want = _paged_round_trip(torch.device("cpu"), "torch", flashinfer.KERNELS[name].v_scale_layout)
+    except Exception as error:
+        return f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    off = float((have - want).norm() / want.norm())
+    return None if off < 2 * flashinfer.KERNELS[name].error else f"{name} is off by {off:.2g} of the values"
+
+
+def _paged_round_trip(device: torch.device, backend: str, v_scale_layout: str) -> torch.Tensor:
+    """float32 output of a bfloat16 query over 50 tokens in pages of 16, the later pages first."""
+    generator = torch.Generator().manual_seed(0)
+    k, v, q = (torch.randn(1, heads, 50, 128, generator=generator).bfloat16() for heads in (2, 2, 8))
+    k, v, q = k.to(device), v.to(device), q[:, :, -1:].to(device)
+    storage = [torch.zeros(4, 2, 16, 8, dtype=t, device=device) for t in (torch.int64, torch.uint8) * 2]
+    table = torch.arange(3, -1, -1, dtype=torch.int32, device=device)[None]
+    position = torch.arange(50, device=device)
+    slots = table[0].long()[position // 16] * 16 + position % 16
+    k_global, v_global = (torch.tensor(scales, device=device) for scales in ([0.02, 0.03], [0.05, 0.017]))
+    ops.append(*(*storage, k, v, slots[None], k_global, v_global), v_scale_layout=v_scale_layout)
+    lengths = torch.full((1,), 50, dtype=torch.int32, device=device)
+    out: torch.Tensor = ops.attention(
+        *(q, *storage, k_global, v_global, lengths),
+        block_table=table,
+        v_scale_layout=v_scale_layout,
+        backend=backend,
+    )
+    return out.float().cpu()
 
 
 def _round_trip(device: torch.device, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -192,6 +228,27 @@ def _notes(versions: dict[str, str | None]) -> list[str]:
             notes.append(f"{package} {found} is outside the versions this release was written for, {low} to {high}")
     if versions["transformers"] is None:
         notes.append("NVFP4Cache needs transformers: pip install 'torch-fp4kv[hf]'")
+    return notes
+
+
+def _flashinfer_notes(devices: list[torch.device]) -> list[str]:
+    if flashinfer.version() is None:
+        return []
+    exact = os.environ.get(flashinfer.FAST_MATH_OFF) == "1"
+    how = f"exact math ({flashinfer.FAST_MATH_OFF}=1)" if exact else "fast math (torch_fp4kv.exact_math() ends that)"
+    notes = [f"FlashInfer's quantisers, used by name only, use {how}"]
+    for device in devices:
+        name = backends.explain_device("attention", device).name
+        if name == "flashinfer-trtllm-gen":
+            notes.append(
+                f"{device}: {name} serves pools made with PagedNVFP4Cache(v_scale_layout='4token') and a recipe "
+                "without an exact window; its query and output are E4M3"
+            )
+        if name in flashinfer.KERNELS:
+            notes.append(
+                f"{device}: caches with an exact window (the default recipe) and prefills are served by our own "
+                "kernels: FlashInfer's XQA has no log-sum-exp to join two parts with, trtllm-gen's output is E4M3"
+            )
     return notes
 
 

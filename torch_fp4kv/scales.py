@@ -12,6 +12,7 @@ from .ops.format.constants import (
     E4M3_MAX,
     GLOBAL_SCALE_MAX,
     GLOBAL_SCALE_MIN,
+    SCALE_MAX,
 )
 
 CONVENTIONS = {
@@ -56,6 +57,17 @@ def choose_global_scale(x: Tensor, weights: Tensor | None = None, storage_format
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     scale = torch.ldexp(torch.ones_like(amax), exponent).clamp(GLOBAL_SCALE_MIN, GLOBAL_SCALE_MAX)
     return torch.where(amax > 0, scale, DEFAULT_GLOBAL_SCALE)
+
+
+def scale_without_clipping(x: Tensor, weights: Tensor | None = None) -> Tensor:
+    """amax/432 `[H]` (float32) of `x` `[B, H, T, D]`, non-finite values and tokens with False `weights` left out: the
+    least decode scale under which no block scale of `x` exceeds 72."""
+    magnitude = x.detach().to(torch.float32).abs()
+    seen = magnitude.isfinite()
+    if weights is not None:
+        seen = seen & weights[:, None, :, None]
+    amax = torch.where(seen, magnitude, 0.0).amax((0, 2, 3))
+    return amax / (E2M1_MAX * SCALE_MAX["4token"])
 
 
 def to_decode_scale(value: float, convention: str) -> float:

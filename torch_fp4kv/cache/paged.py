@@ -72,11 +72,13 @@ class PagedNVFP4Cache:
         max_rows: R.
         max_cache_len: most tokens of one sequence.
         dtype, device: of the model.
+        v_scale_layout: "4token" for pages that FlashInfer's kernels for compute capability 10.0 and 10.3 read
+            (docs/backends.md); head sizes must be multiples of 64. "linear" for all others.
         recipe, **overrides: as for `NVFP4Cache`.
 
     Raises:
-        ValueError: a page size that is no power of two from 16, a number that is not positive, or a layer with another
-            kind of attention.
+        ValueError: a page size that is no power of two from 16, a number that is not positive, a layer with another
+            kind of attention, or a head size that `v_scale_layout` does not go with.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class PagedNVFP4Cache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         recipe: str | Recipe = "nvfp4",
+        v_scale_layout: str = "linear",
         **overrides: Any,
     ) -> None:
         if page_size < 16 or page_size & (page_size - 1):
@@ -107,7 +110,7 @@ class PagedNVFP4Cache:
         max_pages = -(-max_cache_len // page_size)
         self.layers = [LayerStorage(recipe.for_layer(i), page_size) for i in range(config.num_hidden_layers)]
         for layer in self.layers:
-            layer.allocate_pages(like, like, num_pages)
+            layer.allocate_pages(like, like, num_pages, v_scale_layout)
         rings = {LayerStorage.ring_size(layer.recipe) for layer in self.layers}
         self._positions = {ring: PagedPositions(max_rows, max_pages, page_size, ring, like.device) for ring in rings}
         self._free_pages = list(range(num_pages))[::-1]

@@ -18,9 +18,9 @@ from ..ops import checks
 from ..ops.append import append
 from ..ops.attention import attention
 from ..ops.dequantize import values
-from ..ops.format.constants import BLOCK
+from ..ops.format.constants import BLOCK, E4M3_MAX, SCALE_MAX
 from ..recipe import LayerCalibration, Matrix, Recipe
-from ..scales import choose_global_scale
+from ..scales import choose_global_scale, scale_without_clipping
 from .buffers import allocate
 from .positions import RING_SLACK, Positions
 from .transform import k_and_q_transforms, shared_rotation
@@ -48,6 +48,7 @@ class LayerStorage:
         empty: no token has been stored since the last reset.
         frozen: bias and scales stay, also for the first tokens after a reset.
         rotated: stored K is rotated (a prompt too short for a bias is not).
+        v_scale_layout: order of V's block scales, as `fp4kv::append` takes it.
     """
 
     def __init__(self, recipe: Recipe, tokens: int, window: int = -1) -> None:
@@ -65,6 +66,7 @@ class LayerStorage:
         self.k_transform: Tensor | None = None
         self.q_transform: Tensor | None = None
         self.rotated = False
+        self.v_scale_layout = "linear"
 
     @staticmethod
     def ring_size(recipe: Recipe) -> int:
@@ -112,9 +114,11 @@ class LayerStorage:
             if numbers is not None and len(numbers) not in (1, heads):
                 raise ValueError(f"calibrated {name} must be one number or one for each of {heads} KV heads")
 
-    def allocate_pages(self, k: Tensor, v: Tensor, num_pages: int) -> None:
+    def allocate_pages(self, k: Tensor, v: Tensor, num_pages: int, v_scale_layout: str = "linear") -> None:
         """As `allocate`, with `num_pages` pages that rows share; exact copies stay by row."""
         self.allocate(k, v)
+        checks.scale_layout(v_scale_layout, self.v_scales)
+        self.v_scale_layout = v_scale_layout
         self.k_data, self.k_scales = self._data(self.recipe.k_format, k, num_pages)
         self.v_data, self.v_scales = self._data(self.recipe.v_format, v, num_pages)
         self.empty = False
@@ -260,6 +264,7 @@ class LayerStorage:
             k_format=self.recipe.k_format,
             v_format=self.recipe.v_format,
             scale_rule=self.recipe.scale_rule,
+            v_scale_layout=self.v_scale_layout,
         )
         self.empty = False
         return update
@@ -297,8 +302,11 @@ class LayerStorage:
         ):
             if known is None:
                 target.copy_(choose_global_scale(x, age >= 0, kind))
-            else:
-                target.copy_(torch.tensor(known).expand(target.shape))
+                continue
+            target.copy_(torch.tensor(known).expand(target.shape))
+            if SCALE_MAX[self.v_scale_layout] < E4M3_MAX:
+                # A given scale may leave no head-room, and block scales saturate earlier here.
+                target.copy_(torch.maximum(target, scale_without_clipping(x, age >= 0)))
 
     def _clone_rings(self, batch: int) -> Before:
         """Copies of what the next prefill overwrites: exact slots, and a sliding layer's whole ring; both are small."""
@@ -453,6 +461,7 @@ class Update:
             scale=scale,
             k_format=storage.recipe.k_format,
             v_format=storage.recipe.v_format,
+            v_scale_layout=storage.v_scale_layout,
         )
         return out
 

@@ -16,6 +16,7 @@ from torch._inductor.virtualized import ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from .. import _compat
+from ..ops.format.constants import SCALE_MAX
 from . import arithmetic as a
 from . import blocks
 from .quantize import per_block, scale_rule_unsupported
@@ -57,8 +58,9 @@ def lower(
     **_options: Any,
 ) -> None:
     """Writes `k` and `v` into the cache."""
-    _store(k_data, k_scales, k, slots, k_global, k_bias, k_format, scale_rule, "linear")
-    _store(v_data, v_scales, v, slots, v_global, v_bias, v_format, scale_rule, v_scale_layout)
+    scale_max = SCALE_MAX[v_scale_layout]
+    _store(k_data, k_scales, k, slots, k_global, k_bias, k_format, scale_rule, scale_max, "linear")
+    _store(v_data, v_scales, v, slots, v_global, v_bias, v_format, scale_rule, scale_max, v_scale_layout)
     if exact_slots is not None:
         _store_exact(k_exact, k, exact_slots)
         _store_exact(v_exact, v, exact_slots)
@@ -73,6 +75,7 @@ def _store(
     bias: Any,
     storage_format: str,
     scale_rule: str,
+    scale_max: float,
     scale_layout: str,
 ) -> None:
     device, where = x.get_device(), _Slots(data, slots)
@@ -95,7 +98,7 @@ def _store(
     bias_at = None if load_bias is None else (lambda i, d: load_bias([i[1], d]))
     source = blocks.elements(x, bias_at)
     if storage_format == "nvfp4":
-        encoded = blocks.encode_nvfp4(source, load_global, ranges, scale_rule, device)
+        encoded = blocks.encode_nvfp4(source, load_global, ranges, scale_rule, device, scale_max)
     else:
         encoded = blocks.encode_block_fp4(source, ranges, device)
     _compat.scatter(data, encoded.words, ranges, where.linear)

@@ -14,7 +14,7 @@ from torch._inductor.virtualized import ops
 
 from .. import _compat
 from ..ops.format.blocks import SCALE_RULES
-from ..ops.format.constants import BLOCK
+from ..ops.format.constants import BLOCK, E4M3_MAX
 from . import arithmetic as a
 
 Index = Any
@@ -47,14 +47,20 @@ def block_ranges(x: Any) -> list[Any]:
 
 
 def encode_nvfp4(
-    element: Loader, global_scale: Loader, ranges: list[Any], scale_rule: str, device: torch.device
+    element: Loader,
+    global_scale: Loader,
+    ranges: list[Any],
+    scale_rule: str,
+    device: torch.device,
+    scale_max: float = E4M3_MAX,
 ) -> Encoded:
     """As `ops.format.blocks.encode`; `global_scale(i)` is the decode scale of block i."""
     amax = _amax(element, ranges, device)
 
     def bits(i: Index, divisor: float) -> Any:
         inverse = _compat.divide(a.const(1.0), ops.mul(global_scale(i), a.const(divisor)))
-        return a.e4m3_encode(ops.mul(amax(i), inverse))
+        scale = ops.mul(amax(i), inverse)
+        return a.e4m3_encode(scale if scale_max == E4M3_MAX else ops.minimum(scale, a.const(scale_max)))
 
     def bound(i: Index, scale: Any) -> Any:
         return ops.mul(a.e4m3_decode(scale), global_scale(i))

@@ -5,13 +5,16 @@ Shapes: B batch, H KV heads, L new tokens a row, D and Dv head sizes, P pages, T
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import backends, checks
 from ._library import define
-from .call import head_dim_of
+from .call import AppendCall, head_dim_of
 from .format import blocks, e4m3, layout
+from .format.constants import SCALE_MAX
 
 
 def append(
@@ -54,7 +57,8 @@ def append(
         skip_negative: leave out tokens whose slot is negative (padding of a captured graph), exact copies included.
         k_format, v_format: "nvfp4", "fp8", "block-fp4" or "exact".
         scale_rule: as in `quantize`.
-        v_scale_layout: "linear", or "4token" (SM100 kernels).
+        v_scale_layout: "linear", or "4token" (SM100 kernels), where block scales of K and V saturate at 72 in place
+            of 448: those kernels turn `code · block_scale` into e4m3.
         backend: "auto", or the name of one that must serve.
 
     Raises:
@@ -159,67 +163,43 @@ def _check_exact(
     _check_slot_tensor(exact_slots, k, "exact_slots")
 
 
-def _body(
-    k_data: Tensor,
-    k_scales: Tensor | None,
-    v_data: Tensor,
-    v_scales: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    k_global: Tensor,
-    v_global: Tensor,
-    *,
-    k_bias: Tensor | None = None,
-    v_bias: Tensor | None = None,
-    k_transform: Tensor | None = None,
-    k_exact: Tensor | None = None,
-    v_exact: Tensor | None = None,
-    exact_slots: Tensor | None = None,
-    skip_negative: bool = False,
-    k_format: str = "nvfp4",
-    v_format: str = "nvfp4",
-    scale_rule: str = "amax",
-    v_scale_layout: str = "linear",
-    backend: str = "auto",
-) -> None:
-    checks.scale_values(k_global, "k_global")
-    checks.scale_values(v_global, "v_global")
-    if backends.choose("append", k.device, backend).name == "triton":
+def _body(*args: Any, **kwargs: Any) -> None:
+    call = AppendCall(*args, **kwargs)
+    checks.scale_values(call.k_global, "k_global")
+    checks.scale_values(call.v_global, "v_global")
+    name = backends.choose("append", call.k.device, call.backend, call).name
+    if name == "flashinfer":
+        from .flashinfer import append as flashinfer
+
+        flashinfer.append(call)
+    elif name == "triton":
         from .kernels import append as kernel
 
-        kernel.append(
-            k_data,
-            k_scales,
-            v_data,
-            v_scales,
-            k,
-            v,
-            slots,
-            k_global,
-            v_global,
-            k_bias=k_bias,
-            v_bias=v_bias,
-            k_transform=k_transform,
-            k_exact=k_exact,
-            v_exact=v_exact,
-            exact_slots=exact_slots,
-            skip_negative=skip_negative,
-            k_format=k_format,
-            v_format=v_format,
-            scale_rule=scale_rule,
-            v_scale_layout=v_scale_layout,
-        )
-        return
-    keep = slots >= 0 if skip_negative else None
-    _check_slots(slots, keep, k_data.shape[0] * k_data.shape[2], "slots")
+        kernel.append(**{field: getattr(call, field) for field in AppendCall.__slots__ if field != "backend"})
+    else:
+        _append(call)
+
+
+def _append(call: AppendCall) -> None:
+    """In PyTorch, on any device."""
+    k, v, slots, k_exact, v_exact, exact_slots = (
+        call.k,
+        call.v,
+        call.slots,
+        call.k_exact,
+        call.v_exact,
+        call.exact_slots,
+    )
+    keep = slots >= 0 if call.skip_negative else None
+    _check_slots(slots, keep, call.k_data.shape[0] * call.k_data.shape[2], "slots")
     if k_exact is not None and exact_slots is not None:
         _check_slots(exact_slots, keep, k_exact.shape[2], "exact_slots")
-    stored_k = _stored(k, k_bias)
-    if k_transform is not None:
-        stored_k = stored_k.to(torch.float32) @ k_transform
-    _write(k_data, k_scales, stored_k, slots, k_global, keep, k_format, scale_rule, "linear")
-    _write(v_data, v_scales, _stored(v, v_bias), slots, v_global, keep, v_format, scale_rule, v_scale_layout)
+    stored_k = _stored(k, call.k_bias)
+    if call.k_transform is not None:
+        stored_k = stored_k.to(torch.float32) @ call.k_transform
+    _write(call, call.k_data, call.k_scales, stored_k, call.k_global, keep, call.k_format, "linear")
+    stored_v = _stored(v, call.v_bias)
+    _write(call, call.v_data, call.v_scales, stored_v, call.v_global, keep, call.v_format, call.v_scale_layout)
     if k_exact is not None and v_exact is not None and exact_slots is not None:
         rows = torch.arange(k.shape[0], device=k.device)[:, None].expand_as(exact_slots)
         if keep is not None:
@@ -244,14 +224,13 @@ def _stored(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _write(
+    call: AppendCall,
     data: Tensor,
     scales: Tensor | None,
     x: Tensor,
-    slots: Tensor,
     global_scale: Tensor,
     keep: Tensor | None,
     storage_format: str,
-    scale_rule: str,
     scale_layout: str,
 ) -> None:
     """Encodes `x` `[B, H, L, D]` and scatters it into `data` and `scales`; with `[B, L, H, ·]` rows of one slot."""
@@ -259,14 +238,14 @@ def _write(
     per_head = global_scale[:, None, None] if global_scale.ndim else global_scale
     new_scales: Tensor | None = None
     if storage_format == "nvfp4":
-        new, new_scales = blocks.encode(x, per_head, scale_rule)
+        new, new_scales = blocks.encode(x, per_head, call.scale_rule, SCALE_MAX[call.v_scale_layout])
     elif storage_format == "block-fp4":
         new, new_scales = blocks.encode_block_fp4(x)
     elif storage_format == "fp8":
         new = e4m3.encode_signed(x.to(torch.float32) / per_head).to(torch.uint8)
     else:
         new = x.to(data.dtype)
-    pages, offsets = slots // page_size, slots % page_size
+    pages, offsets = call.slots // page_size, call.slots % page_size
     if keep is not None:
         pages, offsets = pages[keep], offsets[keep]
     data[pages, :, offsets] = _rows(new, keep)

@@ -14,15 +14,26 @@ from types import ModuleType
 
 import torch
 
-from .call import AttentionCall
+from .call import AppendCall, AttentionCall
+from .flashinfer import support
 
 _ATTENTION_MODULES = {
+    "flashinfer-trtllm-gen": ".flashinfer.trtllm_gen",
+    "flashinfer-xqa": ".flashinfer.xqa",
     "triton-gluon": ".kernels.decode",
     "triton-prefill": ".kernels.prefill",
     "triton": ".kernels.fallback",
     "torch": ".torch_attention",
+    "flashinfer-prims-ts": ".flashinfer.prims_ts",
+    "flashinfer-fa2": ".flashinfer.fa2",
 }
-"""In the order of preference."""
+"""In the order of preference. "torch" serves every call, so what follows it is used by name only."""
+
+_APPEND = ("flashinfer", "triton", "torch")
+_OTHER = ("triton", "torch")
+
+APPEND_CHOSEN = ((12, 0), (12, 1))
+"""Where FlashInfer's append is chosen: elsewhere on its list it has no attention kernel that is."""
 
 OPS = ("quantize", "dequantize", "append", "attention")
 
@@ -39,7 +50,10 @@ served: Counter[tuple[str, str]] = Counter()
 """How often each `(op, backend)` ran in this process, eager or inside a compiled graph as an opaque call."""
 
 
-def choose(op: str, device: torch.device, backend: str = "auto", call: AttentionCall | None = None) -> Choice:
+Call = AttentionCall | AppendCall
+
+
+def choose(op: str, device: torch.device, backend: str = "auto", call: Call | None = None) -> Choice:
     """The backend for `op` on `device`.
 
     Raises:
@@ -61,29 +75,41 @@ def explain_device(op: str, device: torch.device) -> Choice:
     return _choose(op, device, "auto", None)
 
 
-def _choose(op: str, device: torch.device, backend: str, call: AttentionCall | None) -> Choice:
-    names = tuple(_ATTENTION_MODULES) if op == "attention" else ("triton", "torch")
+def _choose(op: str, device: torch.device, backend: str, call: Call | None) -> Choice:
+    names = tuple(_ATTENTION_MODULES) if op == "attention" else _APPEND if op == "append" else _OTHER
     if backend != "auto" and backend not in names:
         raise ValueError(f"unknown backend {backend!r} for {op}; known: auto, {', '.join(names)}")
     passed_over: dict[str, str] = {}
     for name in names if backend == "auto" else (backend,):
-        reason = _unusable(op, name, device, call)
+        reason = _unusable(name, device, call, by_name=backend != "auto")
         if reason is None:
             return Choice(name, passed_over)
         passed_over[name] = reason
     raise ValueError(f"backend {backend!r} cannot serve this {op}: {passed_over[backend]}")
 
 
-def _unusable(op: str, name: str, device: torch.device, call: AttentionCall | None) -> str | None:
+def _unusable(name: str, device: torch.device, call: Call | None, by_name: bool) -> str | None:
     if name == "torch":
         return None
-    reason = triton_missing(device)
-    if reason is None and name == "triton-gluon":
-        reason = gluon_missing(device)
-    if reason is not None or call is None:
+    if name == "flashinfer":
+        return _flashinfer_append_unusable(device, call, by_name)
+    if name in support.KERNELS:
+        reason = support.attention_missing(name, device)
+    else:
+        reason = triton_missing(device)
+        if reason is None and name == "triton-gluon":
+            reason = gluon_missing(device)
+    if reason is not None or not isinstance(call, AttentionCall):
         return reason
     answer: str | None = attention_module(name).unsupported(call)
     return answer
+
+
+def _flashinfer_append_unusable(device: torch.device, call: Call | None, by_name: bool) -> str | None:
+    reason = support.missing(support.APPEND_CAPABILITIES if by_name else APPEND_CHOSEN, device)
+    if reason is not None or not isinstance(call, AppendCall):
+        return reason
+    return support.append_unsupported(call)
 
 
 def attention_module(name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""One attention call: the op's arguments by name, and what is derived from their shapes. See `attention.py`."""
+"""One call of an op: its arguments by name, and what is derived from their shapes. See `attention.py`, `append.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,33 @@ import torch
 from torch import Tensor
 
 from .format.constants import BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class AppendCall:
+    """The arguments of `fp4kv::append`."""
+
+    k_data: Tensor
+    k_scales: Tensor | None
+    v_data: Tensor
+    v_scales: Tensor | None
+    k: Tensor
+    v: Tensor
+    slots: Tensor
+    k_global: Tensor
+    v_global: Tensor
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    k_transform: Tensor | None = None
+    k_exact: Tensor | None = None
+    v_exact: Tensor | None = None
+    exact_slots: Tensor | None = None
+    skip_negative: bool = False
+    k_format: str = "nvfp4"
+    v_format: str = "nvfp4"
+    scale_rule: str = "amax"
+    v_scale_layout: str = "linear"
+    backend: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

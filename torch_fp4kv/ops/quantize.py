@@ -7,12 +7,18 @@ from torch import Tensor
 
 from . import backends, checks
 from ._library import define
+from .flashinfer import quantize as flashinfer
 from .format import blocks
 from .format.constants import BLOCK
 
 
 def quantize(
-    x: Tensor, global_scale: float | Tensor, *, bias: Tensor | None = None, scale_rule: str = "amax"
+    x: Tensor,
+    global_scale: float | Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale_rule: str = "amax",
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Quantises `x - bias` to NVFP4: `x ≈ bias + e2m1(code) · e4m3(scale) · global_scale` (docs/format.md).
 
@@ -23,6 +29,9 @@ def quantize(
         bias: float32 `[D]` or `[H, D]`, subtracted in float32 first.
         scale_rule: what a block's largest magnitude is divided by: "amax" (6), or searched for the least squared
             error: "4over6" (6, 4) or "mse" (3, 3.5, … 7).
+        backend: "auto", or FlashInfer on Blackwell: "cuda", "cute-dsl", or "flashinfer" for "cute-dsl" where it is
+            installed and "cuda" else. FlashInfer takes 16-bit x, no bias, "amax" and "4over6"; a code or a scale may
+            differ by one from what "auto" gives.
 
     Returns:
         words: int64 `[..., D/16]`, contiguous; nibble r of a word is the code of element r of its block.
@@ -30,7 +39,8 @@ def quantize(
 
     Raises:
         TypeError: x is not floating point, or a tensor argument has another dtype.
-        ValueError: D is not a multiple of 16, the scale is not positive and finite, or shapes or devices differ.
+        ValueError: D is not a multiple of 16, the scale is not positive and finite, shapes or devices differ, or
+            `backend` cannot serve.
     """
     checks.floating(x, "x")
     if x.ndim == 0:
@@ -39,7 +49,15 @@ def quantize(
     checks.scale_rule(scale_rule)
     scale = checks.global_scale(global_scale, x.device, "global_scale")
     check_per_head(scale, bias, tuple(x.shape))
-    words, scales = torch.ops.fp4kv.quantize(x, scale, bias=bias, scale_rule=scale_rule)
+    if backend == "auto":
+        words, scales = torch.ops.fp4kv.quantize(x, scale, bias=bias, scale_rule=scale_rule)
+        return words, scales
+    checks.one_of(backend, ("auto", *flashinfer.BACKENDS), "backend")
+    backend = flashinfer.resolve(backend, scale)
+    reason = flashinfer.unsupported(x, scale, bias, scale_rule, backend)
+    if reason is not None:
+        raise ValueError(f"backend {backend!r} cannot serve this quantize: {reason}")
+    words, scales = torch.ops.fp4kv.flashinfer_quantize(x, scale, scale_rule=scale_rule, backend=backend)
     return words, scales
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from . import e4m3
-from .constants import BLOCK, E2M1_MAX, E2M1_THRESHOLDS, E2M1_VALUES
+from .constants import BLOCK, E2M1_MAX, E2M1_THRESHOLDS, E2M1_VALUES, E4M3_MAX
 
 SCALE_RULES: dict[str, tuple[float, ...]] = {
     "amax": (6.0,),
@@ -64,8 +64,10 @@ def code_values(code: Tensor) -> Tensor:
     return embedding(code.to(torch.int32), _nibble_values(code.device).unsqueeze(-1)).squeeze(-1)
 
 
-def encode(x: Tensor, global_scale: Tensor, scale_rule: str = "amax") -> tuple[Tensor, Tensor]:
-    """NVFP4 `(words, scales)` of `x`; see docs/format.md for each step.
+def encode(
+    x: Tensor, global_scale: Tensor, scale_rule: str = "amax", scale_max: float = E4M3_MAX
+) -> tuple[Tensor, Tensor]:
+    """NVFP4 `(words, scales)` of `x`, block scales saturating at `scale_max`; see docs/format.md for each step.
 
     A rule with several divisors keeps the candidate of least squared error (float32 sum over the block); the first
     wins ties, and a candidate whose largest `code · scale` exceeds 448 is not taken, so that readers which go through
@@ -74,11 +76,11 @@ def encode(x: Tensor, global_scale: Tensor, scale_rule: str = "amax") -> tuple[T
     blocks = split(x)
     amax = block_amax(blocks)
     first, *others = SCALE_RULES[scale_rule]
-    bits, code = _candidate(blocks, amax, global_scale, first)
+    bits, code = _candidate(blocks, amax, global_scale, first, scale_max)
     if others:
         error = _squared_error(blocks, code, bits, global_scale)
         for divisor in others:
-            new_bits, new_code = _candidate(blocks, amax, global_scale, divisor)
+            new_bits, new_code = _candidate(blocks, amax, global_scale, divisor, scale_max)
             new_error = _squared_error(blocks, new_code, new_bits, global_scale)
             largest = code_values(new_code & 7).amax(-1) * e4m3.decode(new_bits)
             better = (new_error < error) & (largest <= 448.0)
@@ -110,8 +112,10 @@ def decode_block_fp4(words: Tensor, scales: Tensor) -> Tensor:
     return (unpack(words) * bound.unsqueeze(-1)).flatten(-2)
 
 
-def _candidate(blocks: Tensor, amax: Tensor, global_scale: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
-    bits = e4m3.encode(amax * (1.0 / (global_scale * divisor)))
+def _candidate(
+    blocks: Tensor, amax: Tensor, global_scale: Tensor, divisor: float, scale_max: float
+) -> tuple[Tensor, Tensor]:
+    bits = e4m3.encode((amax * (1.0 / (global_scale * divisor))).clamp(max=scale_max))
     return bits, codes(blocks, e4m3.decode(bits) * global_scale)
 
 

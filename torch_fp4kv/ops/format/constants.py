@@ -15,6 +15,10 @@ which rounds to nearest with ties to the even code."""
 E4M3_MAX = 448.0
 E4M3_MAX_BITS = 0x7E
 
+SCALE_MAX = {"linear": E4M3_MAX, "4token": 72.0}
+"""Largest block scale of K and V by the layout of V's scales. Who reads the 4-token layout turns `code · block_scale`
+into e4m3, and 72 is the largest e4m3 number whose product with code 6 is in e4m3's range."""
+
 GLOBAL_SCALE_MIN = 2.0**-100
 GLOBAL_SCALE_MAX = 2.0**100
 """Outside these, `1 / (6 · global_scale)` or a block's bound leaves the range of normal float32."""

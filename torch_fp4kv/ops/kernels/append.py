@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..format.blocks import SCALE_RULES
+from ..format.constants import SCALE_MAX
 from . import nvfp4
 from .nvfp4 import FAST
 
@@ -97,6 +98,7 @@ def _append(
     COLUMNS: tl.constexpr,
     FORMAT: tl.constexpr,
     DIVISORS: tl.constexpr,
+    SCALE_MAX: tl.constexpr,
     FOUR_TOKEN: tl.constexpr,
     SKIP_NEGATIVE: tl.constexpr,
     SHORT: tl.constexpr,
@@ -164,7 +166,7 @@ def _append(
 
     if FORMAT == "nvfp4" or FORMAT == "block-fp4":
         if FORMAT == "nvfp4":
-            word, bits = nvfp4.encode(lo, hi, tl.load(global_scale + head * global_stride), DIVISORS, FAST)
+            word, bits = nvfp4.encode(lo, hi, tl.load(global_scale + head * global_stride), DIVISORS, SCALE_MAX, FAST)
         else:
             word, bits = nvfp4.encode_block_fp4(lo, hi, FAST)
         s = column // 16
@@ -227,6 +229,7 @@ def append_kernel(
     K_FORMAT: tl.constexpr,
     V_FORMAT: tl.constexpr,
     DIVISORS: tl.constexpr,
+    SCALE_MAX: tl.constexpr,
     V_FOUR_TOKEN: tl.constexpr,
     SKIP_NEGATIVE: tl.constexpr,
     SHORT: tl.constexpr,
@@ -262,6 +265,7 @@ def append_kernel(
             K_COLUMNS,
             K_FORMAT,
             DIVISORS,
+            SCALE_MAX,
             False,
             SKIP_NEGATIVE,
             SHORT,
@@ -295,6 +299,7 @@ def append_kernel(
             DV,
             V_FORMAT,
             DIVISORS,
+            SCALE_MAX,
             V_FOUR_TOKEN,
             SKIP_NEGATIVE,
             SHORT,
@@ -380,6 +385,7 @@ def append(
             K_FORMAT=k_format,
             V_FORMAT=v_format,
             DIVISORS=SCALE_RULES[scale_rule],
+            SCALE_MAX=SCALE_MAX[v_scale_layout],
             V_FOUR_TOKEN=v_scale_layout == "4token",
             SKIP_NEGATIVE=skip_negative,
             SHORT=short,

@@ -146,9 +146,12 @@ def _join(lo, hi):
 
 
 @triton.jit
-def _candidate(lo, hi, amax, g, unit, divisor, ERROR: tl.constexpr, FAST: tl.constexpr):
+def _candidate(lo, hi, amax, g, unit, divisor, SCALE_MAX: tl.constexpr, ERROR: tl.constexpr, FAST: tl.constexpr):
     """Scale bits, word, squared error and largest code value for one `divisor` of a block's amax."""
-    bits = e4m3_encode(amax * tl.math.div_rn(1.0, g * divisor))
+    scale = amax * tl.math.div_rn(1.0, g * divisor)
+    if SCALE_MAX < 448.0:
+        scale = tl.minimum(scale, SCALE_MAX)
+    bits = e4m3_encode(scale)
     bound = tl.where(bits > 0, e4m3_decode(bits) * unit, float("inf"))
     lo_packed, lo_error, lo_largest = _half_codes(lo, bound, ERROR, FAST)
     hi_packed, hi_error, hi_largest = _half_codes(hi, bound, ERROR, FAST)
@@ -156,10 +159,10 @@ def _candidate(lo, hi, amax, g, unit, divisor, ERROR: tl.constexpr, FAST: tl.con
 
 
 @triton.jit
-def encode(lo, hi, g, DIVISORS: tl.constexpr, FAST: tl.constexpr):
+def encode(lo, hi, g, DIVISORS: tl.constexpr, SCALE_MAX: tl.constexpr, FAST: tl.constexpr):
     """NVFP4 `(words int64 [N], scale bits int32 [N])` of float32 halves `[N, 8]` under `g`, float32 `[]` or `[N]`.
 
-    `DIVISORS` is the entry of `blocks.SCALE_RULES`. Values and bounds are compared after an exact scaling by the power
+    `DIVISORS` is the entry of `blocks.SCALE_RULES`, `SCALE_MAX` the largest block scale. Values and bounds are compared after an exact scaling by the power
     of two that brings `g` into [1, 2), which leaves every comparison as it was and fixes the range of the bounds.
     """
     amax = amax_of(lo, hi, FAST)
@@ -173,14 +176,14 @@ def encode(lo, hi, g, DIVISORS: tl.constexpr, FAST: tl.constexpr):
         lo *= inverse
         hi *= inverse
     NUM_DIVISORS: tl.constexpr = len(DIVISORS)
-    bits, word, error, _largest = _candidate(lo, hi, amax, g, unit, DIVISORS[0], NUM_DIVISORS > 1, FAST)
+    bits, word, error, _largest = _candidate(lo, hi, amax, g, unit, DIVISORS[0], SCALE_MAX, NUM_DIVISORS > 1, FAST)
     if NUM_DIVISORS > 1:
         # A loop, not unrolled: nine candidates in a row take half a minute to compile and run out of the code cache.
         for i in tl.range(1, NUM_DIVISORS, num_stages=1):
             divisor = DIVISORS[1]
             for j in tl.static_range(2, NUM_DIVISORS):
                 divisor = tl.where(i == j, DIVISORS[j], divisor)
-            new_bits, new_word, new_error, largest = _candidate(lo, hi, amax, g, unit, divisor, True, FAST)
+            new_bits, new_word, new_error, largest = _candidate(lo, hi, amax, g, unit, divisor, SCALE_MAX, True, FAST)
             better = (new_error < error) & (largest * e4m3_decode(new_bits) <= 448.0)
             bits = tl.where(better, new_bits, bits)
             word = tl.where(better, new_word, word)

@@ -61,7 +61,7 @@ def quantize_kernel(
         lo -= tl.load(shift, mask=valid[:, None], other=0.0)
         hi -= tl.load(shift + 8, mask=valid[:, None], other=0.0)
     at = global_scale + a * global_strides[0] + h * global_strides[1] + c * global_strides[2]
-    word, bits = nvfp4.encode(lo, hi, tl.load(at, mask=valid, other=1.0), DIVISORS, FAST)
+    word, bits = nvfp4.encode(lo, hi, tl.load(at, mask=valid, other=1.0), DIVISORS, 448.0, FAST)
     tl.store(words + block, word, mask=valid)
     tl.store(scales + block, bits.to(tl.uint8), mask=valid)
 

@@ -1,0 +1,69 @@
+"""Decode and prefill over history by FlashInfer's FA2 kernels, compute capability 8.0 and later. By name only: it plans
+on the host, which waits for the device at each call."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from . import support
+from .paged import Paged, fold_query, on, paged, unfold_output, window_left
+from .workspace import workspace
+
+NAME = "flashinfer-fa2"
+WITHOUT_SPLIT_KV = ((12, 0), (12, 1))
+"""Here FlashInfer saw NVFP4 with split KV give wrong numbers (its issue 4749)."""
+
+
+def unsupported(call: AttentionCall) -> str | None:
+    """Why this kernel cannot serve `call`, or None."""
+    return support.attention_unsupported(NAME, call)
+
+
+def run(call: AttentionCall) -> tuple[Tensor, None]:
+    """Serves a call for which `unsupported` is None."""
+    view, device = paged(call), call.q.device
+    batch, heads, queries, d = call.q.shape
+    query = fold_query(call).to(call.q.dtype).view(batch * queries, heads, d)
+    indptr, indices, last_page_length = _pages(view)
+    with on(device):
+        wrapper = _wrapper(workspace(NAME, device))
+        wrapper.plan(
+            torch.arange(batch + 1, dtype=torch.int32) * queries,
+            indptr,
+            indices,
+            last_page_length,
+            heads,
+            call.num_kv_heads,
+            d,
+            view.page_size,
+            causal=queries > 1,
+            sm_scale=call.softmax_scale,
+            window_left=window_left(call),
+            logits_soft_cap=call.softcap,
+            q_data_type=query.dtype,
+            kv_data_type=torch.uint8,
+            disable_split_kv=support.capability(device) in WITHOUT_SPLIT_KV,
+        )
+        out = wrapper.run(query, view.data, kv_cache_sf=view.scales)
+    return unfold_output(call, out), None
+
+
+def _pages(view: Paged) -> tuple[Tensor, Tensor, Tensor]:
+    """`(indptr [B + 1], indices, last_page_length [B])`, int32: the pages of all rows, one after the other."""
+    lengths = view.lengths.cpu()
+    counts = (lengths + view.page_size - 1) // view.page_size
+    indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    used = torch.arange(view.table.shape[1]) < counts[:, None]
+    return indptr, view.table[used.to(view.table.device)], (lengths - (counts - 1) * view.page_size).to(torch.int32)
+
+
+@functools.lru_cache(maxsize=16)
+def _wrapper(buffer: Tensor) -> Any:
+    from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+    return BatchPrefillWithPagedKVCacheWrapper(buffer, "HND", backend="fa2")

@@ -1,0 +1,119 @@
+"""A call as FlashInfer's paged kernels read it, and their output as ours. Shapes as in `attention.py`.
+
+Our storage `[P, H, T, ·]` is FlashInfer's "HND" layout, so pages behind a block table are handed over as they are. A
+static cache (one page of T tokens a row, no table) is seen as pages of up to 64 tokens: page j of row b begins where
+row b's head 0 has token j · size, and the stride from head to head stays T rows. Both are views; nothing is copied.
+
+FlashInfer takes one number for all heads where we have a global scale per KV head. K's is folded into the query and
+V's into the output, so the kernel sees scales of 1 and computes in units of `code · block_scale`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+
+STATIC_PAGE_SIZES = (64, 32, 16)
+
+
+@dataclass(frozen=True)
+class Paged:
+    """What FlashInfer reads.
+
+    Attributes:
+        data: K and V, uint8 `[P, H, T, D/2]`.
+        scales: of both, float8_e4m3fn `[P, H, T, D/16]`.
+        table: int32 `[B, max_pages]`; every entry names a page that exists.
+        lengths: int32 `[B]`, at least the number of new tokens: a kernel must see something. `unfold_output` puts 0
+            where there was nothing.
+        page_size: T.
+    """
+
+    data: tuple[Tensor, Tensor]
+    scales: tuple[Tensor, Tensor]
+    table: Tensor
+    lengths: Tensor
+    page_size: int
+
+    @property
+    def max_length(self) -> int:
+        return self.table.shape[1] * self.page_size
+
+
+def paged(call: AttentionCall) -> Paged:
+    """`call`'s storage, block table and lengths."""
+    assert call.k_scales is not None
+    assert call.v_scales is not None
+    parts = [
+        call.k_data.view(torch.uint8),
+        call.v_data.view(torch.uint8),
+        call.k_scales.view(torch.float8_e4m3fn),
+        call.v_scales.view(torch.float8_e4m3fn),
+    ]
+    pages, heads, tokens = call.k_data.shape[:3]
+    if call.block_table is None:
+        batch = call.q.shape[0]
+        size = next(size for size in STATIC_PAGE_SIZES if tokens % size == 0)
+        a_row = tokens // size
+        first = torch.arange(batch, dtype=torch.int32, device=call.q.device)[:, None] * (heads * a_row)
+        table = first + torch.arange(a_row, dtype=torch.int32, device=call.q.device)
+        parts = [_cut(part, size) for part in parts]
+        # A row that has gone round shows all its slots, in any order: one query without a window sees them alike.
+        last = tokens
+    else:
+        size, last = tokens, call.capacity
+        table = call.block_table.clamp(0, pages - 1)
+    lengths = call.lengths.clamp(min=call.q.shape[2], max=last)
+    k_data, v_data, k_scales, v_scales = parts
+    return Paged((k_data, v_data), (k_scales, v_scales), table, lengths, size)
+
+
+def _cut(x: Tensor, size: int) -> Tensor:
+    """`[B, H, T, ·]` as overlapping pages `[(B-1) · H · n + n, H, size, ·]` with `n = T / size`; page b · H · n + j."""
+    batch, heads, tokens, width = x.shape
+    n = tokens // size
+    shape = ((batch - 1) * heads * n + n, heads, size, width)
+    return x.as_strided(shape, (size * width, tokens * width, width, 1))
+
+
+def fold_query(call: AttentionCall) -> Tensor:
+    """float32 `[B, L, Hq, D]`: what meets stored keys, times K's global scale of each head."""
+    q = call.q if call.q_stored is None else call.q_stored
+    q = q.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+    return q * _per_query_head(call, call.k_global)
+
+
+def unfold_output(call: AttentionCall, out: Tensor) -> Tensor:
+    """`[B, Hq, L, D]` in the result's dtype of a kernel's `out` `[B · L, Hq, D]`: times V's global scale of each head,
+    plus its bias, and 0 for a query that sees no token."""
+    batch, heads, queries, d = call.q.shape
+    result = out.view(batch, queries, heads, d).to(torch.float32) * _per_query_head(call, call.v_global)
+    if call.v_bias is not None:
+        result = result + call.v_bias.repeat_interleave(call.group, 0)
+    position = call.lengths[:, None] - queries + torch.arange(queries, device=out.device)
+    result = torch.where((position >= 0)[:, :, None, None], result, 0.0)
+    return result.transpose(1, 2).to(call.result_dtype, memory_format=torch.contiguous_format)
+
+
+def _per_query_head(call: AttentionCall, scale: Tensor) -> Tensor:
+    return scale.repeat_interleave(call.group).unsqueeze(-1) if scale.ndim else scale
+
+
+def window_left(call: AttentionCall) -> int:
+    """FlashInfer's window: how many tokens before its own a query sees; -1 for all."""
+    return call.window - 1 if call.window > 0 else -1
+
+
+def sinks(call: AttentionCall) -> Tensor | None:
+    """float32 `[Hq]`, natural logits, contiguous."""
+    return None if call.sink_logits is None else call.sink_logits.to(torch.float32).contiguous()
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Makes `device` the current one: some of FlashInfer looks at the current device rather than its tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

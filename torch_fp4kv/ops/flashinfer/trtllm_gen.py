@@ -1,0 +1,70 @@
+"""Decode on SM100 and SM103 by trtllm-gen: query, output and the values it multiplies are E4M3.
+
+It turns `code · block_scale` into E4M3 before either product, so block scales must not exceed 72 (6 · 72 < 448): a
+cache in "4token" layout is written so, K's scales too. Output in units of `code · block_scale` is at most 448 and
+needs no scale of its own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from . import support
+from .paged import fold_query, on, paged, sinks, unfold_output, window_left
+from .workspace import workspace
+
+NAME = "flashinfer-trtllm-gen"
+COUNTER_BYTES = 1 << 20
+
+
+def unsupported(call: AttentionCall) -> str | None:
+    """Why this kernel cannot serve `call`, or None."""
+    return support.attention_unsupported(NAME, call)
+
+
+def run(call: AttentionCall) -> tuple[Tensor, None]:
+    """Serves a call for which `unsupported` is None."""
+    from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+    view, device = paged(call), call.q.device
+    batch, heads, queries, d = call.q.shape
+    query, scale = _to_e4m3(torch.where((call.lengths > 0)[:, None, None, None], fold_query(call), 0.0))
+    query = query.view(batch * queries, heads, d)
+    out = torch.empty_like(query)
+    with on(device):
+        trtllm_batch_decode_with_kv_cache(
+            query=query,
+            kv_cache=view.data,
+            workspace_buffer=workspace(NAME, device),
+            block_tables=view.table,
+            seq_lens=view.lengths,
+            max_seq_len=view.max_length,
+            bmm1_scale_log2=scale * (call.softmax_scale * math.log2(math.e)),
+            bmm2_scale=1.0,
+            window_left=window_left(call),
+            out=out,
+            sinks=sinks(call),
+            kv_layout="HND",
+            backend="trtllm-gen",
+            q_len_per_req=queries,
+            kv_cache_sf=view.scales,
+            multi_ctas_kv_counter_buffer=_counters(device),
+        )
+    return unfold_output(call, out), None
+
+
+def _to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` in float8_e4m3fn and the power of two (float32 `[1]`) that it was divided by: amax/448 or just above, found
+    on the device. A power of two rounds the elements of a row alike whatever the other rows hold."""
+    _, exponent = torch.frexp(x.abs().amax() / 448.0)
+    scale = torch.ldexp(x.new_ones(1), exponent)
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+def _counters(device: torch.device) -> Tensor | None:
+    """Zeroed counters; in a capture FlashInfer makes its own, smaller ones."""
+    return None if support.capturing(device) else workspace(f"{NAME} counters", device, COUNTER_BYTES)

@@ -48,7 +48,11 @@ def gpu(capability: tuple[int, int], **changes: Any) -> Iterator[None]:
         mock.patch.multiple(support, **{**settings, **changes}),
         mock.patch.object(backends, "_installed", lambda _module: True),
     ):
-        yield
+        support.missing.cache_clear()
+        try:
+            yield
+        finally:
+            support.missing.cache_clear()
 
 
 def make(

@@ -111,6 +111,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+@functools.cache
 def missing(capabilities: tuple[tuple[int, int], ...], device: torch.device, package: str = "") -> str | None:
     """Why a FlashInfer kernel for `capabilities` that also needs `package` cannot run on `device`, or None."""
     if device.type != "cuda" or torch.version.hip is not None:

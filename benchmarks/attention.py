@@ -21,6 +21,7 @@ import torch
 from timing import Table, copy_bandwidth, quantiles
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.runtime.errors import OutOfResources
 
 from torch_fp4kv.ops.call import AttentionCall
 from torch_fp4kv.ops.format import blocks
@@ -152,7 +153,7 @@ def best(calls: list[Callable[[], Tensor]]) -> Times | None:
     for call in calls:
         try:
             times.append(replayed(call))
-        except RuntimeError as problem:
+        except (RuntimeError, OutOfResources) as problem:
             print("left out:", str(problem).splitlines()[0])
     return min(times, default=None)
 

@@ -59,7 +59,7 @@ def test_head_sizes(d: int, dv: int) -> None:
 @pytest.mark.parametrize("eager", [False, True], ids=["late copies", "early copies"])
 def test_copies_are_awaited(capability: int, eager: bool) -> None:
     c = call(lengths=(500,), heads=2, ring=20)
-    spread_over(0, 0)
+    spread_over(0)
     with ptx.launches(capability, eager):
         out, lse = decode.run(c)
     compare(c, out, lse)
@@ -96,12 +96,12 @@ def restored() -> Iterator[None]:
     decode.plan.cache_clear()
 
 
-def spread_over(tile: int, group: int, **changes: Any) -> None:
-    """Small spans, and up to how many programs each tile and each group has its own."""
+def spread_over(programs: int, **changes: Any) -> None:
+    """Small spans, and up to how many programs each tile or group has its own."""
     found = decode.configuration
 
     def limited(*args: int) -> decode.Configuration:
-        return replace(found(*args), group=2, stride=2, tile_programs=tile, group_programs=group, **changes)
+        return replace(found(*args), group=2, stride=2, programs=programs, **changes)
 
     decode.configuration = limited  # type: ignore[assignment]
     decode.plan.cache_clear()
@@ -111,9 +111,10 @@ def test_results_do_not_depend_on_how_work_is_spread() -> None:
     c = call(lengths=(1100, 700, 64), starts=(0, 520, 0), num_queries=2, capacity=1152)
     expected = oracle.attend(c)[0]
     results = []
-    for tile, group, stages in ((1 << 20, 0, 1), (0, 1 << 20, 1), (0, 0, 2), (60, 100, 1)):
+    # A tile each; some rows with a group or two each; a set each. Others are 6 and tiles up to 18.
+    for programs, stages in ((1 << 20, 1), (6 * 10, 1), (6 * 6, 1), (0, 2)):
         found = decode.configuration
-        spread_over(tile, group, stages=stages)
+        spread_over(programs, stages=stages)
         with ptx.launches():
             results.append(decode.run(c))
         decode.configuration = found  # type: ignore[misc]

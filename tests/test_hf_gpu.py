@@ -60,7 +60,8 @@ def test_generate_compiles_decoding_into_one_cuda_graph(model, implementation, m
     counters.clear()
 
     def generate(cache, tokens=40, **options):
-        return model.generate(prompt(tokens=tokens).cuda(), past_key_values=cache, **greedy(120), **options)
+        options |= {**greedy(120), "output_logits": True, "return_dict_in_generate": True}
+        return model.generate(prompt(tokens=tokens).cuda(), past_key_values=cache, **options)
 
     first, second = NVFP4Cache(model.config, 256), NVFP4Cache(model.config, 256)
     eager = generate(first, disable_compile=True)
@@ -72,9 +73,17 @@ def test_generate_compiles_decoding_into_one_cuda_graph(model, implementation, m
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     assert counters["inductor"]["cudagraph_skips"] == 0
-    assert torch.equal(again, compiled)
-    # Inductor keeps RoPE in float32 where eager bf16 rounds twice, so a few bytes and late tokens may differ.
-    assert (compiled == eager).float().mean() > 0.7
+    assert torch.equal(again.sequences, compiled.sequences)
+    # Inductor keeps RoPE in float32 where eager bf16 rounds twice: the logits are close until, at a near tie, another
+    # token is taken.
+    compared = 0
+    for row in range(eager.sequences.shape[0]):
+        differs = (compiled.sequences[row, 40:] != eager.sequences[row, 40:]).nonzero()
+        steps = int(differs[0]) + 1 if len(differs) else 120
+        ours, theirs = (torch.stack(x.logits)[:steps, row].double() for x in (compiled, eager))
+        assert (ours - theirs).norm() / theirs.norm() < 3e-2
+        compared += steps
+    assert compared > 40
 
 
 def test_growing_and_static_caches_agree(model):

@@ -176,6 +176,7 @@ class Positions:
         self.padded = False
         self.host_length = 0
         self.calls = 0
+        self._flag = None
         self._slots.clear()
 
     def set_starts(self, starts: Tensor) -> None:
@@ -202,6 +203,7 @@ class Positions:
             tensor.copy_(tensors[name])
         self.padded = bool(self.starts.any())
         self.host_length = int(self.lengths.max()) if self.capacity is None else 0
+        self._flag = None
         self._slots.clear()
 
     def to(self, device: torch.device) -> None:

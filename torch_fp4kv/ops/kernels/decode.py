@@ -5,9 +5,9 @@ sizes of K and V, N tokens a tile, T tokens a page, P pages, E exact slots, R ex
 
 Results do not depend on how the work is spread. Tiles lie at multiples of N tokens and each is computed on its own;
 the GROUP tiles i, i + STRIDE, … of a span of GROUP · STRIDE tiles are folded in order into a group, the same groups of
-two neighbouring spans into a pair, and pairs are merged in fixed blocks. A program (one warp) takes a pair, a group or
-a tile, as the length of the row makes enough of them; the merge does the folds that remain. So the grid follows from
-the capacity, and lengths are read on the device.
+four neighbouring spans in pairs into a set, and sets are merged in a fixed order. A program (one warp) takes a set, a
+pair of groups, a group or a tile, as the length of the row makes enough of them; the merge does the folds that remain.
+So the grid follows from the capacity, and lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from .decode_common import EXACT_SLOTS, LOG2E, MERGE_ROWS
+from .decode_common import EXACT_SLOTS, GROUPS, LOG2E
 from .decode_kernel import decode_kernel
 from .decode_merge import merge_kernel
 from .decode_unpack import SHIFTS
@@ -37,11 +37,10 @@ class Configuration:
         columns: columns of a program (C).
         tokens: tokens of a tile (N).
         group: tiles of a group.
-        stride: tiles from one of a group to the next.
+        stride: tiles from one of a group to the next, and warps of the merge.
         stages: tiles in shared memory.
         registers: cap on the registers of a thread, or None.
-        tile_programs: most programs that give each tile its own.
-        group_programs: most programs that give each group its own.
+        programs: most programs that give each tile, or each group, its own: as many as the GPU holds.
     """
 
     columns: int
@@ -50,8 +49,7 @@ class Configuration:
     stride: int = 8
     stages: int = 1
     registers: int | None = None
-    tile_programs: int = 132 * 32
-    group_programs: int = 132 * 16
+    programs: int = 132 * 16
 
 
 def configuration(columns: int, dp: int, dvp: int) -> Configuration:
@@ -61,7 +59,7 @@ def configuration(columns: int, dp: int, dvp: int) -> Configuration:
     tokens = 8192 // d
     if c == 16:
         tokens = max(32, tokens // 2)
-    group = 512 * max(1, c // 8) // tokens
+    group = 256 * max(1, c // 8) // tokens
     return Configuration(c, tokens, group, registers=128 if c == 4 and d <= 128 else None)
 
 
@@ -111,11 +109,10 @@ class Plan:
         config: the choices for these shapes.
         blocks: column blocks.
         programs: programs a row, head and block for stored tokens.
-        main_slots: those of them that a row which begins at position 0 uses.
-        tile_stride: slots between the tiles of a group, where each tile has its own.
+        tile_limit: tiles of a row up to which each has its own program.
+        program_limit: programs a row, head and block up to which those take less than a set.
         stored_slots: slots for results of stored tokens.
         exact_slots: slots, and programs, for exact tokens.
-        merge_warps: warps of the merge.
         merge_elements: output elements that a program of the merge takes.
         shape: what both kernels are compiled for.
     """
@@ -123,11 +120,10 @@ class Plan:
     config: Configuration
     blocks: int
     programs: int
-    main_slots: int
-    tile_stride: int
+    tile_limit: int
+    program_limit: int
     stored_slots: int
     exact_slots: int
-    merge_warps: int
     merge_elements: int
     shape: dict[str, int]
 
@@ -154,27 +150,33 @@ def plan(
     others = rows_heads * blocks
     reach = min(capacity, window + queries - 1) if window > 0 else capacity
     span = config.tokens * config.group * config.stride
-    pairs = -(-reach // (2 * span)) * config.stride
+    sets = -(-reach // (span * GROUPS.value)) * config.stride
     groups = -(-reach // span) * config.stride
     tiles = -(-reach // config.tokens)
-    main = max(pairs, min(groups, config.group_programs // others), min(tiles, config.tile_programs // others))
-    # A range that does not begin with its first page, as in a window or a ring, may touch one pair of spans more.
-    programs = main + (0 if paged and window <= 0 else config.stride)
-    tile_stride = round_up((programs // (config.group * config.stride) + 4) * config.stride, 16)
+    if window > 0 or not paged:
+        # The range of a window or a ring does not begin with a set and may touch one more.
+        sets += config.stride
+        groups += GROUPS.value * config.stride
+    program_limit = config.programs // others
+    tile_limit = min(tiles, program_limit)
+    if tile_limit <= config.stride:
+        # Then each is a group of its own.
+        tile_limit = 0
+    programs = round_up(max(sets, min(groups, program_limit), tile_limit), config.stride)
+    # Slots of tiles count from the set that the first lies in.
+    slots = max(programs, tile_limit + GROUPS.value * config.group * config.stride if tile_limit else 0)
     paging = 0 if page_size % config.tokens == 0 else 3
     if paged:
         paging = 1 if page_size >= config.tokens else 2
-    many = rows_heads * columns >= 512
     return Plan(
         config,
         blocks,
         programs,
-        main,
-        tile_stride,
-        stored_slots=max(round_up(programs, 16), config.group * tile_stride),
+        tile_limit,
+        program_limit,
+        stored_slots=round_up(slots, 16),
         exact_slots=-(-exact_tokens // EXACT_SLOTS.value),
-        merge_warps=1 if many else min(8, power_of_two(-(-(pairs + config.stride) // MERGE_ROWS.value))),
-        merge_elements=min(padded(dv), 128 if many else 32),
+        merge_elements=padded(dv) if rows_heads * columns >= 512 else 32,
         shape={
             "H": heads,
             "G": group,
@@ -275,9 +277,8 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             sinks + ring,
             p.exact_slots,
             p.blocks,
-            p.programs,
-            p.main_slots,
-            p.tile_stride,
+            p.tile_limit,
+            p.program_limit,
             p.stored_slots,
             slots,
             call.softmax_scale * LOG2E.value,
@@ -316,15 +317,15 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             window,
             sinks,
             p.exact_slots,
-            p.programs,
-            p.tile_stride,
+            p.tile_limit,
+            p.program_limit,
             p.stored_slots,
             slots,
             BLOCK_D=p.merge_elements,
-            WARPS=p.merge_warps,
+            TILES=p.tile_limit > 0,
             PDL=pdl,
             **p.shape,
-            num_warps=p.merge_warps,
+            num_warps=p.config.stride,
             launch_pdl=pdl,
         )
     return out, lse

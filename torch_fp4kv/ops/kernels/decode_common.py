@@ -11,10 +11,10 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 CODE_SCALE = gl.constexpr(16384.0)
 """Unpacked K and V lack this factor."""
+GROUPS = gl.constexpr(4)
+"""Groups of a set."""
 EXACT_SLOTS = gl.constexpr(64)
 """Exact tokens of a program."""
-MERGE_ROWS = gl.constexpr(8)
-"""Pairs that a warp of the merge sums at a time."""
 
 
 @gluon.jit
@@ -40,6 +40,17 @@ def fold_weights(old_top, new_top):
 def first_of_group(i, first_tile, STRIDE: gl.constexpr):
     """First tile of i, i + STRIDE, … that is not before `first_tile`."""
     return i + gl.maximum(first_tile - i + STRIDE - 1, 0) // STRIDE * STRIDE
+
+
+@gluon.jit
+def spans_of_program(first_span, end_span, limit):
+    """How many groups, 1, 2 or 4, a program takes: the fewest for which not more than `limit` programs are needed."""
+    spans = 1
+    if end_span - first_span > limit:
+        spans = 2
+        if (end_span - first_span + 1) // 2 > limit:
+            spans = GROUPS
+    return spans
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from .decode_common import CODE_SCALE, EXACT_SLOTS, LOG2E, finite, first_of_group, fold, fold_weights, row_range
+from .decode_common import CODE_SCALE, EXACT_SLOTS, GROUPS, LOG2E, finite, first_of_group, fold, fold_weights, row_range, spans_of_program
 from .decode_layouts import (
     k_element_bits,
     k_exact_map,
@@ -409,6 +409,26 @@ def store_partial(
 
 
 @gluon.jit
+def put_aside(waiting, which, acc, total, top):
+    """Stores a partial result, all rows of whose sums are the same, in shared memory."""
+    waiting[0].index(which).store(acc)
+    waiting[1].index(which).store(gl.max(total, 0))
+    waiting[2].index(which).store(top)
+
+
+@gluon.jit
+def fold_waiting(waiting, which, acc, total, top, C: gl.constexpr, MMA: gl.constexpr):
+    """Folds a partial result into an earlier one that waits in shared memory."""
+    ROW: gl.constexpr = gl.SliceLayout(0, MMA)
+    top, old_weight, new_weight = fold_weights(waiting[2].index(which).load(ROW), top)
+    old_weight = column_halves(old_weight, C, MMA)
+    new_weight = column_halves(new_weight, C, MMA)
+    old_total = gl.broadcast(gl.expand_dims(waiting[1].index(which).load(ROW), 0), total)[0]
+    acc = fold(waiting[0].index(which).load(MMA), old_weight, acc, new_weight)
+    return acc, fold(old_total, old_weight, total, new_weight), top
+
+
+@gluon.jit
 def exact_operand(x, LARGEST: gl.constexpr):
     """float32 to f16 with a power of two for each row (LARGEST 1) or the whole (0): `(f16, factor)`."""
     largest = gl.max(gl.abs(x), 1)
@@ -640,9 +660,8 @@ def decode_kernel(
     num_exact,
     num_exact_slots,
     num_blocks,
-    num_slots,
-    main_slots,
-    tile_stride,
+    tile_limit,
+    program_limit,
     stored_slots,
     slot_stride,
     scale,
@@ -670,7 +689,7 @@ def decode_kernel(
     E4M3: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Partial attention of one tile, group or pair of a row, KV head and block of columns; see the top of the file.
+    """Partial attention of a tile, or of one to GROUPS groups, of a row, KV head and block of columns; see `decode.py`.
 
     `scale` is in units of log2(e). Words and scales are int32 views, scales of padded head sizes uint8.
     Accumulators are stored in units of v_global / CODE_SCALE.
@@ -760,15 +779,10 @@ def decode_kernel(
             )
             return
         program -= rows_heads * num_blocks * num_exact_slots
-    # Neighbours read neighbouring tokens; what is seldom needed comes last.
-    if program < rows_heads * main_slots * num_blocks:
-        row_head = program // (num_blocks * main_slots)
-        slot = program // num_blocks % main_slots
-    else:
-        program -= rows_heads * main_slots * num_blocks
-        row_head = program // num_blocks % rows_heads
-        slot = main_slots + program // (num_blocks * rows_heads)
-    block = program % num_blocks
+    # STRIDE neighbours read neighbouring tokens. Slots that short rows leave empty come last.
+    slot = program // (STRIDE * num_blocks * rows_heads) * STRIDE + program % STRIDE
+    row_head = program // (STRIDE * num_blocks) % rows_heads
+    block = program // STRIDE % num_blocks
     b = row_head // H
     head = row_head % H
 
@@ -778,19 +792,16 @@ def decode_kernel(
     SPAN: gl.constexpr = GROUP * STRIDE
     first_tile = begin // N
     end_tile = (end + N - 1) // N
-    span = first_tile // (2 * SPAN) * 2
-    if end_tile - first_tile <= num_slots:
+    first_span = first_tile // (SPAN * GROUPS) * GROUPS
+    if end_tile - first_tile <= tile_limit:
         first = first_tile + slot
         stop = gl.minimum(first + 1, end_tile)
-        slot = first % SPAN // STRIDE * tile_stride + (first // SPAN - span) * STRIDE + first % STRIDE
-    elif (gl.cdiv(end_tile, SPAN) - span) * STRIDE <= num_slots:
-        span += slot // STRIDE
-        first = first_of_group(span * SPAN + slot % STRIDE, first_tile, STRIDE)
-        stop = gl.minimum((span + 1) * SPAN, end_tile)
+        slot = first - first_span * SPAN
     else:
-        span += slot // STRIDE * 2
+        spans = spans_of_program(first_span, gl.cdiv(end_tile, SPAN), program_limit // STRIDE)
+        span = first_span + slot // STRIDE * spans
         first = first_of_group(span * SPAN + slot % STRIDE, first_tile, STRIDE)
-        stop = gl.minimum((span + 2) * SPAN, end_tile)
+        stop = gl.minimum((span + spans) * SPAN, end_tile)
     if first >= stop:
         return
 
@@ -800,9 +811,11 @@ def decode_kernel(
     v_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N // 2, 2 * WV], swizzled(v_swizzle(DVP)))
     ks_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N * DP // 64], FLAT)
     vs_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N * DVP // 64], FLAT)
-    first_acc = gl.allocate_shared_memory(gl.float32, [DVP // 2, HV], ROWS)
-    first_total = gl.allocate_shared_memory(gl.float32, [16, HV], ROWS)
-    first_top = gl.allocate_shared_memory(gl.float32, [HS], FLAT)
+    # A group, and a pair of them, that wait to be folded.
+    waiting_acc = gl.allocate_shared_memory(gl.float32, [2, DVP // 2, HV], ROWS)
+    waiting_total = gl.allocate_shared_memory(gl.float32, [2, HV], FLAT)
+    waiting_top = gl.allocate_shared_memory(gl.float32, [2, HS], FLAT)
+    waiting = (waiting_acc, waiting_total, waiting_top)
     k_data += head.to(gl.int64) * stride_k_h
     v_data += head.to(gl.int64) * stride_v_h
     k_scales += head.to(gl.int64) * stride_ks_h
@@ -888,7 +901,8 @@ def decode_kernel(
     acc = gl.zeros([DVP // 2, HV], gl.float32, MMA)
     total = gl.zeros([16, HV], gl.float32, MMA)
     top = gl.full([HS], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
-    two_groups = 0
+    group_waits = 0
+    pair_waits = 0
     KS_TYPE: gl.constexpr = gl.uint8 if DP == 64 else gl.int16
     VS_TYPE: gl.constexpr = gl.int16 if DVP == 256 else gl.uint8
     KR: gl.constexpr = 8 if DP == 256 else 4
@@ -1064,20 +1078,23 @@ def decode_kernel(
         total = fold(total, old_weight, tile_total, new_weight)
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
         if (i % SPAN >= SPAN - STRIDE) & (i + STRIDE < stop):
-            first_acc.store(acc)
-            first_total.store(total)
-            first_top.store(top)
+            if i // SPAN % 2 == 0:
+                put_aside(waiting, 0, acc, total, top)
+                group_waits = 1
+            else:
+                if group_waits > 0:
+                    acc, total, top = fold_waiting(waiting, 0, acc, total, top, C, MMA)
+                put_aside(waiting, 1, acc, total, top)
+                group_waits = 0
+                pair_waits = 1
             acc = gl.zeros([DVP // 2, HV], gl.float32, MMA)
             total = gl.zeros([16, HV], gl.float32, MMA)
             top = gl.full([HS], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
-            two_groups = 1
     async_copy.wait_group(0)
-    if two_groups == 1:
-        top, old_weight, new_weight = fold_weights(first_top.load(gl.SliceLayout(0, MMA)), top)
-        old_weight = column_halves(old_weight, C, MMA)
-        new_weight = column_halves(new_weight, C, MMA)
-        acc = fold(first_acc.load(MMA), old_weight, acc, new_weight)
-        total = fold(first_total.load(MMA), old_weight, total, new_weight)
+    if group_waits > 0:
+        acc, total, top = fold_waiting(waiting, 0, acc, total, top, C, MMA)
+    if pair_waits > 0:
+        acc, total, top = fold_waiting(waiting, 1, acc, total, top, C, MMA)
     store_partial(
         partial_out,
         partial_max,

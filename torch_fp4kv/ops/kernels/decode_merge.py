@@ -4,63 +4,144 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_wait
 
-from .decode_common import CODE_SCALE, LN2, LOG2E, MERGE_ROWS, finite, first_of_group, fold, fold_weights, row_range
+from .decode_common import CODE_SCALE, GROUPS, LN2, LOG2E, finite, fold, fold_weights, row_range, spans_of_program
 
 
 @gluon.jit
-def load_partials(partial_out, partial_max, partial_sum, index, rows, valid, offset, DV: gl.constexpr):
-    """Maxima and sums `[WARPS, 8]`, accumulators `[WARPS, 8, BLOCK_D]` of slots `index`; empty where not valid.
+def units_of_rows(unit, row, first_tile, end_tile, TILES: gl.constexpr, STRIDE: gl.constexpr):
+    """uint32 `(unit - first, count)` of the units of TILES of its tiles that each row has results of."""
+    first = gl.maximum(first_tile - row + STRIDE - 1, 0) // STRIDE
+    end = gl.maximum(end_tile - row + STRIDE - 1, 0) // STRIDE
+    count = gl.where(first < end, (end + TILES - 1) // TILES - first // TILES, 0)
+    return (unit - first // TILES).to(gl.uint32), count.to(gl.uint32)
 
-    `rows` is `index` in the accumulators' layout.
+
+@gluon.jit
+def load_partials(
+    partials,
+    smem,
+    slots,
+    unit,
+    first_tile,
+    end_tile,
+    COUNT: gl.constexpr,
+    TILES: gl.constexpr,
+    DV: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Results `(maxima [STRIDE], sums [STRIDE], accumulators [STRIDE, BLOCK_D])` of COUNT units, in one wait.
+
+    Unit `unit + k` of each row, TILES of its tiles, has its results in slots `slots + k · STRIDE + row`.
     """
-    top = gl.load(partial_max + index, mask=valid, other=-float("inf"))
-    total = gl.load(partial_sum + index, mask=valid, other=0.0)
-    row_valid = gl.expand_dims(gl.convert_layout(valid.to(gl.int32), rows.type.layout), 2) != 0
-    pointers = partial_out + (gl.expand_dims(rows * DV, 2) + offset)
-    return top, total, gl.load(pointers, mask=row_valid & (offset < DV), other=0.0)
+    partial_out, partial_max, partial_sum = partials
+    STRIDE: gl.constexpr = smem.shape[1]
+    BLOCK_D: gl.constexpr = smem.shape[2]
+    # Through shared memory, since the compiler puts off plain loads until their uses to save registers. Each lane reads
+    # what it has copied.
+    COPY: gl.constexpr = gl.BlockedLayout([COUNT, 1, BLOCK_D // 32], [1, 1, 32], [1, STRIDE, 1], [2, 1, 0])
+    k = gl.arange(0, COUNT, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None]
+    row = gl.arange(0, STRIDE, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :]
+    element = gl.program_id(1) * BLOCK_D + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))
+    element = element[None, None, :]
+    first, count = units_of_rows(unit, row, first_tile, end_tile, TILES, STRIDE)
+    valid = gl.expand_dims(first + k.to(gl.uint32) < count, 2)
+    if DV % BLOCK_D:
+        valid = valid & (element < DV)
+    pointers = partial_out + (gl.expand_dims((slots + k * STRIDE + row) * DV, 2) + element)
+    SHAPE: gl.constexpr = [COUNT, STRIDE, BLOCK_D]
+    copies = smem._reinterpret(gl.float32, SHAPE, gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
+    async_copy.async_copy_global_to_shared(copies, pointers, mask=valid)
+    async_copy.commit_group()
+    row = gl.arange(0, STRIDE, layout=gl.SliceLayout(1, LAYOUT))
+    first, count = units_of_rows(unit, row, first_tile, end_tile, TILES, STRIDE)
+    tops = ()
+    totals = ()
+    for k in gl.static_range(COUNT):
+        valid = first + k < count
+        slot = slots + k * STRIDE + row
+        tops = tops + (gl.load(partial_max + slot, mask=valid, other=-float("inf")),)  # noqa: RUF005
+        totals = totals + (gl.load(partial_sum + slot, mask=valid, other=0.0),)  # noqa: RUF005
+    async_copy.wait_group(0)
+    result = ()
+    for k in gl.static_range(COUNT):
+        valid = first + k < count
+        acc = gl.where(gl.expand_dims(valid, 1), smem.index(k).load(LAYOUT), 0.0)
+        result = result + ((tops[k], totals[k], acc),)  # noqa: RUF005
+    return result
 
 
 @gluon.jit
-def fold_rows(top, total, acc, new_top, new_total, new_acc, ROWS: gl.constexpr):
+def fold_rows(old, new):
     """Folds partial results into those of the same rows."""
-    top, old_weight, new_weight = fold_weights(top, new_top)
-    acc_old_weight = gl.expand_dims(gl.convert_layout(old_weight, ROWS), 2)
-    acc_new_weight = gl.expand_dims(gl.convert_layout(new_weight, ROWS), 2)
-    return top, fold(total, old_weight, new_total, new_weight), fold(acc, acc_old_weight, new_acc, acc_new_weight)
+    top, old_weight, new_weight = fold_weights(old[0], new[0])
+    total = fold(old[1], old_weight, new[1], new_weight)
+    return top, total, fold(old[2], gl.expand_dims(old_weight, 1), new[2], gl.expand_dims(new_weight, 1))
 
 
 @gluon.jit
-def sum_rows(top, total, acc, sums, LAYOUT: gl.constexpr, WARPS: gl.constexpr):
-    """Sums each warp's rows, `[WARPS, BLOCK_D]` each; more than one warp leaves the results in `sums`."""
-    block_top = gl.max(top, 1)
-    weight = gl.exp2(top - gl.expand_dims(finite(block_top), 1))
-    block_total = gl.sum(total * weight, 1)
-    acc_weight = gl.convert_layout(weight, gl.SliceLayout(2, LAYOUT))
-    block_acc = gl.sum(acc * gl.expand_dims(acc_weight, 2), 1)
-    COLUMN: gl.constexpr = gl.SliceLayout(1, block_acc.type.layout)
-    block_top = gl.broadcast(gl.expand_dims(gl.convert_layout(block_top, COLUMN), 1), block_acc)[0]
-    block_total = gl.broadcast(gl.expand_dims(gl.convert_layout(block_total, COLUMN), 1), block_acc)[0]
-    if WARPS > 1:
-        sums.index(0).store(block_top)
-        sums.index(1).store(block_total)
-        sums.index(2).store(block_acc)
-    return block_top, block_total, block_acc
+def fold_sets(
+    state,
+    partials,
+    smem,
+    first_set,
+    num_sets,
+    first_tile,
+    end_tile,
+    v_scale,
+    UNITS: gl.constexpr,
+    GROUP_UNITS: gl.constexpr,
+    TILES: gl.constexpr,
+    DV: gl.constexpr,
+    V_BIAS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Folds sets of UNITS results, each of TILES tiles, into `(maxima, sums, accumulators, sums of stored tokens)`.
 
-
-@gluon.jit
-def sums_of_warp(top, total, acc, sums, k, ROW: gl.constexpr, WARPS: gl.constexpr):
-    """Sums of warp `k`, `[BLOCK_D]`, in every warp."""
-    if WARPS > 1:
-        top = sums.index(0).slice(k, 1).load(ROW)
-        total = sums.index(1).slice(k, 1).load(ROW)
-        acc = sums.index(2).slice(k, 1).load(ROW)
-    SIZE: gl.constexpr = acc.shape[1]
-    ELEMENTS: gl.constexpr = gl.SliceLayout(0, ROW)
-    top = gl.convert_layout(gl.reshape(top, [SIZE]), ELEMENTS)
-    total = gl.convert_layout(gl.reshape(total, [SIZE]), ELEMENTS)
-    return top, total, gl.convert_layout(gl.reshape(acc, [SIZE]), ELEMENTS)
+    GROUP_UNITS of them are folded in order, what results then in pairs.
+    """
+    STRIDE: gl.constexpr = smem.shape[1]
+    COUNT: gl.constexpr = smem.shape[0]
+    SETS: gl.constexpr = max(1, COUNT // UNITS)
+    top, total, acc, stored_total = state
+    for i in range(0, num_sets, SETS):
+        for k in gl.static_range(0, SETS * UNITS, COUNT):
+            unit = i * UNITS + k
+            parts = load_partials(
+                partials,
+                smem,
+                unit * STRIDE,
+                first_set * UNITS + unit,
+                first_tile,
+                end_tile,
+                COUNT,
+                TILES,
+                DV,
+                LAYOUT,
+            )
+            for j in gl.static_range(COUNT):
+                if (k + j) % GROUP_UNITS == 0:
+                    group = parts[j]
+                else:
+                    group = fold_rows(group, parts[j])
+                if (k + j) % GROUP_UNITS == GROUP_UNITS - 1:
+                    if (k + j) % UNITS // GROUP_UNITS % 2 == 1:
+                        group = fold_rows(left, group)
+                    if (k + j) % UNITS // GROUP_UNITS == 3:
+                        group = fold_rows(pair, group)
+                    left = group
+                    if (k + j) % UNITS // GROUP_UNITS == 1:
+                        pair = group
+                if (k + j) % UNITS == UNITS - 1:
+                    top, old_weight, new_weight = fold_weights(top, group[0])
+                    total = fold(total, old_weight, group[1], new_weight)
+                    if V_BIAS:
+                        stored_total = fold(stored_total, old_weight, group[1], new_weight)
+                    old_weight = gl.expand_dims(old_weight, 1)
+                    acc = fold(acc, old_weight, group[2] * v_scale, gl.expand_dims(new_weight, 1))
+    return top, total, acc, stored_total
 
 
 @gluon.jit
@@ -83,8 +164,8 @@ def merge_kernel(
     window,
     num_sink_tokens,
     num_exact_slots,
-    num_slots,
-    tile_stride,
+    tile_limit,
+    program_limit,
     stored_slots,
     slot_stride,
     H: gl.constexpr,
@@ -97,22 +178,18 @@ def merge_kernel(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    WARPS: gl.constexpr,
+    TILES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Merges the partial results of one column for BLOCK_D output elements.
 
-    A warp takes MERGE_ROWS pairs at a time and sums them in its own registers, then the warps' sums are folded one by
-    one: the order of operations depends on neither BLOCK_D nor WARPS.
+    Warp r of STRIDE folds, in order, the exact parts r, r + STRIDE, …, then the sets of tiles r, r + STRIDE, …; the
+    warps' results are summed at the end. So the order of operations follows from the row alone.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, MERGE_ROWS, BLOCK_D // 32], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
-    ROWS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    ROW: gl.constexpr = gl.BlockedLayout([1, BLOCK_D // 32], [1, 32], [WARPS, 1], [1, 0])
-    ELEMENTS: gl.constexpr = gl.SliceLayout(0, ROW)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, BLOCK_D // 32], [1, 32], [STRIDE, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     SPAN: gl.constexpr = GROUP * STRIDE
-    if PDL:
-        gdc_wait()
+    SET: gl.constexpr = GROUP * GROUPS
     program = gl.program_id(0)
     column = program % (G * queries)
     row_head = program // (G * queries)
@@ -124,114 +201,52 @@ def merge_kernel(
     )
     first_tile = begin // N
     end_tile = gl.maximum((end + N - 1) // N, first_tile)
-    first_span = first_tile // (2 * SPAN) * 2
-    num_groups = (gl.cdiv(end_tile, SPAN) - first_span) * STRIDE
-    num_pairs = (gl.cdiv(end_tile, 2 * SPAN) - first_span // 2) * STRIDE
-    a_tile_each = end_tile - first_tile <= num_slots
-    a_group_each = num_groups <= num_slots
-
-    at = program.to(gl.int64) * slot_stride
-    partial_out += at * DV
-    partial_max += at
-    partial_sum += at
-    index = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, LANES)) * MERGE_ROWS, 1)
-    index += gl.expand_dims(gl.arange(0, MERGE_ROWS, layout=gl.SliceLayout(0, LANES)), 0)
-    rows = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, ROWS)) * MERGE_ROWS, 1)
-    rows += gl.expand_dims(gl.arange(0, MERGE_ROWS, layout=gl.SliceLayout(0, ROWS)), 0)
-    offset = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))) + gl.program_id(1) * BLOCK_D
-    offset = gl.expand_dims(gl.expand_dims(offset, 0), 0)
-    element = gl.program_id(1) * BLOCK_D + gl.arange(0, BLOCK_D, layout=ELEMENTS)
+    first_set = first_tile // (SET * STRIDE)
+    num_sets = gl.cdiv(end_tile, SET * STRIDE) - first_set
     v_scale = gl.load(v_global + head * stride_v_global) * CODE_SCALE
-    sums = gl.allocate_shared_memory(gl.float32, [3, WARPS, BLOCK_D], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
-
-    top = gl.full([BLOCK_D], -float("inf"), gl.float32, ELEMENTS)
-    exact_total = gl.zeros([BLOCK_D], gl.float32, ELEMENTS)
-    stored_total = gl.zeros([BLOCK_D], gl.float32, ELEMENTS)
-    acc = gl.zeros([BLOCK_D], gl.float32, ELEMENTS)
-    for first in range(0, num_exact_slots, MERGE_ROWS * WARPS):
-        block_top, block_total, block_acc = load_partials(
-            partial_out,
-            partial_max,
-            partial_sum,
-            stored_slots + first + index,
-            stored_slots + first + rows,
-            first + index < num_exact_slots,
-            offset,
-            DV,
+    V_BIAS: gl.constexpr = v_bias is not None
+    base = program.to(gl.int64) * slot_stride
+    partials = (partial_out + base * DV, partial_max + base, partial_sum + base)
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    smem = gl.allocate_shared_memory(gl.float32, [1024 // BLOCK_D, STRIDE, BLOCK_D], SHARED)
+    top = gl.full([STRIDE], -float("inf"), gl.float32, ROWS)
+    exact = (top, gl.zeros([STRIDE], gl.float32, ROWS), gl.zeros([STRIDE, BLOCK_D], gl.float32, LAYOUT))
+    if PDL:
+        gdc_wait()
+    for first in range(0, num_exact_slots, STRIDE):
+        parts = load_partials(
+            partials, smem, stored_slots + first, first // STRIDE, 0, num_exact_slots, 1, 1, DV, LAYOUT
         )
-        block_top, block_total, block_acc = sum_rows(block_top, block_total, block_acc, sums, LAYOUT, WARPS)
-        for k in gl.static_range(WARPS):
-            warp_top, warp_total, warp_acc = sums_of_warp(block_top, block_total, block_acc, sums, k, ROW, WARPS)
-            top, old_weight, new_weight = fold_weights(top, warp_top)
-            acc = fold(acc, old_weight, warp_acc, new_weight)
-            exact_total = fold(exact_total, old_weight, warp_total, new_weight)
-    for first in range(0, num_pairs, MERGE_ROWS * WARPS):
-        if a_group_each or a_tile_each:
-            pair_top = gl.full([WARPS, MERGE_ROWS], -float("inf"), gl.float32, LANES)
-            pair_total = gl.zeros([WARPS, MERGE_ROWS], gl.float32, LANES)
-            pair_acc = gl.zeros([WARPS, MERGE_ROWS, BLOCK_D], gl.float32, LAYOUT)
-            for half in range(2):
-                span = (first + index) // STRIDE * 2 + half
-                group_index = span * STRIDE + index % STRIDE
-                group_rows = ((first + rows) // STRIDE * 2 + half) * STRIDE + rows % STRIDE
-                if a_tile_each:
-                    group_top = gl.full([WARPS, MERGE_ROWS], -float("inf"), gl.float32, LANES)
-                    group_total = gl.zeros([WARPS, MERGE_ROWS], gl.float32, LANES)
-                    group_acc = gl.zeros([WARPS, MERGE_ROWS, BLOCK_D], gl.float32, LAYOUT)
-                    for k in gl.static_range(GROUP):
-                        i = (first_span + span) * SPAN + k * STRIDE + index % STRIDE
-                        tile_top, tile_total, tile_acc = load_partials(
-                            partial_out,
-                            partial_max,
-                            partial_sum,
-                            k * tile_stride + group_index,
-                            k * tile_stride + group_rows,
-                            (i >= first_tile) & (i < end_tile),
-                            offset,
-                            DV,
-                        )
-                        group_top, group_total, group_acc = fold_rows(
-                            group_top, group_total, group_acc, tile_top, tile_total, tile_acc, ROWS
-                        )
-                else:
-                    i = first_of_group((first_span + span) * SPAN + index % STRIDE, first_tile, STRIDE)
-                    group_top, group_total, group_acc = load_partials(
-                        partial_out,
-                        partial_max,
-                        partial_sum,
-                        group_index,
-                        group_rows,
-                        i < gl.minimum((first_span + span + 1) * SPAN, end_tile),
-                        offset,
-                        DV,
-                    )
-                pair_top, pair_total, pair_acc = fold_rows(
-                    pair_top, pair_total, pair_acc, group_top, group_total, group_acc, ROWS
-                )
+        exact = fold_rows(exact, parts[0])
+    state = (exact[0], exact[1], exact[2], gl.zeros([STRIDE], gl.float32, ROWS))
+    row_sets = (partials, smem, first_set, num_sets, first_tile, end_tile, v_scale)
+    if TILES and end_tile - first_tile <= tile_limit:
+        state = fold_sets(state, *row_sets, SET, GROUP, 1, DV, V_BIAS, LAYOUT)
+    else:
+        spans = spans_of_program(first_set * GROUPS, gl.cdiv(end_tile, SPAN), program_limit // STRIDE)
+        if spans == 1:
+            state = fold_sets(state, *row_sets, 4, 1, GROUP, DV, V_BIAS, LAYOUT)
+        elif spans == 2:
+            state = fold_sets(state, *row_sets, 2, 1, 2 * GROUP, DV, V_BIAS, LAYOUT)
         else:
-            span = first_span + (first + index) // STRIDE * 2
-            i = first_of_group(span * SPAN + index % STRIDE, first_tile, STRIDE)
-            pair_top, pair_total, pair_acc = load_partials(
-                partial_out,
-                partial_max,
-                partial_sum,
-                first + index,
-                first + rows,
-                i < gl.minimum((span + 2) * SPAN, end_tile),
-                offset,
-                DV,
-            )
-        block_top, block_total, block_acc = sum_rows(pair_top, pair_total, pair_acc, sums, LAYOUT, WARPS)
-        for k in gl.static_range(WARPS):
-            warp_top, warp_total, warp_acc = sums_of_warp(block_top, block_total, block_acc, sums, k, ROW, WARPS)
-            top, old_weight, new_weight = fold_weights(top, warp_top)
-            acc = fold(acc, old_weight, warp_acc * v_scale, new_weight)
-            exact_total = exact_total * old_weight
-            stored_total = fold(stored_total, old_weight, warp_total, new_weight)
-    if v_bias is not None:
-        acc += stored_total * gl.load(v_bias + head * DV + element, mask=element < DV, other=0.0)
-    total = exact_total + stored_total
-    top = finite(top)
+            state = fold_sets(state, *row_sets, 1, 1, SET, DV, V_BIAS, LAYOUT)
+
+    # Each lane sums whole columns: Triton's own sum over warps meets one bank of shared memory again and again.
+    FINAL: gl.constexpr = gl.BlockedLayout([STRIDE, 1], [1, 32], [1, STRIDE], [0, 1])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    rows = gl.allocate_shared_memory(gl.float32, [3, STRIDE], FLAT)
+    for i in gl.static_range(3 if V_BIAS else 2):
+        rows.index(i).store(state[(0, 1, 3)[i]])
+    smem.index(0).store(state[2])
+    row_top = rows.index(0).load(gl.SliceLayout(1, FINAL))
+    element = gl.program_id(1) * BLOCK_D + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, FINAL))
+    top = finite(gl.max(row_top, 0))
+    weight = gl.exp2(row_top - top)
+    total = gl.sum(rows.index(1).load(gl.SliceLayout(1, FINAL)) * weight, 0)
+    acc = gl.sum(smem.index(0).load(FINAL) * gl.expand_dims(weight, 1), 0)
+    if V_BIAS:
+        bias = gl.load(v_bias + head * DV + element, mask=element < DV, other=0.0)
+        acc += gl.sum(rows.index(2).load(gl.SliceLayout(1, FINAL)) * weight, 0) * bias
     if sink_logits is not None:
         sink = gl.load(sink_logits + query_head).to(gl.float32) * LOG2E
         new_top = gl.where(total > 0.0, gl.maximum(top, sink), sink)
@@ -241,8 +256,9 @@ def merge_kernel(
         top = new_top
     seen = (total > 0.0) & (column // G < n)
     total = gl.where(seen, total, 1.0)
-    row = (b * (H * G) + query_head).to(gl.int64) * queries + column // G
-    gl.store(out + row * DV + element, gl.where(seen, acc / total, 0.0).to(out.dtype.element_ty), mask=element < DV)
+    at_row = (b * (H * G) + query_head).to(gl.int64) * queries + column // G
+    values = gl.where(seen, acc / total, 0.0).to(out.dtype.element_ty)
+    gl.store(out + at_row * DV + element, values, mask=element < DV)
     if lse is not None:
         value = gl.where(seen, (top + gl.log2(total)) * LN2, -float("inf"))
-        gl.store(lse + row + element * 0, value, mask=element == 0)
+        gl.store(lse + at_row + element * 0, value, mask=element == 0)

@@ -557,6 +557,7 @@ COMPUTE: dict[str, Callable[..., Array]] = {
     "not": _unary(np.invert),
     "neg": _unary(np.negative),
     "abs": _unary(np.abs),
+    "popc": _unary(lambda x: np.bitwise_count(x).astype(x.dtype)),
     "setp": _compare,
     "selp": _select,
     "min": _minmax(np.minimum),

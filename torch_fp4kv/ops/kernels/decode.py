@@ -159,8 +159,8 @@ def plan(
         groups += GROUPS.value * config.stride
     program_limit = config.programs // others
     tile_limit = min(tiles, program_limit)
-    if tile_limit <= config.stride:
-        # Then each is a group of its own.
+    if tile_limit <= 2 * config.stride:
+        # Groups make nearly as many programs.
         tile_limit = 0
     programs = round_up(max(sets, min(groups, program_limit), tile_limit), config.stride)
     # Slots of tiles count from the set that the first lies in.
@@ -176,7 +176,7 @@ def plan(
         program_limit,
         stored_slots=round_up(slots, 16),
         exact_slots=-(-exact_tokens // EXACT_SLOTS.value),
-        merge_elements=padded(dv) if rows_heads * columns >= 512 else 32,
+        merge_elements=32 if tile_limit > 0 or rows_heads * columns < 512 else padded(dv),
         shape={
             "H": heads,
             "G": group,

@@ -50,6 +50,7 @@ def installed(calls: list[dict[str, Any]]) -> Iterator[None]:
             of(flashinfer.decode, "xqa_batch_decode_with_kv_cache", xqa_decode),
             of(flashinfer.page, append, append_by_slot),
             of(flashinfer, "fp4_quantize", fp4_quantize),
+            of(flashinfer, "nvfp4_kv_dequantize_paged", dequantize_paged),
             mock.patch.object(flashinfer.prefill, "BatchPrefillWithPagedKVCacheWrapper", _fa2(calls)),
             # Importing it needs nvidia-cutlass-dsl.
             mock.patch.dict(sys.modules, {"flashinfer.attention.prims_ts": prims_ts}),
@@ -284,7 +285,7 @@ def _fa2(calls: list[dict[str, Any]]) -> type:
     class Wrapper:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             bound = make.bind(self, *args, **kwargs).arguments
-            assert bound["kv_layout"] == "HND"
+            self.layout = bound["kv_layout"]
             assert bound["backend"] == "fa2"
 
         def plan(self, *args: Any, **kwargs: Any) -> None:
@@ -299,10 +300,13 @@ def _fa2(calls: list[dict[str, Any]]) -> type:
             calls.append(dict(bound.arguments))
             p, r, q = self.planned, bound.arguments, bound.arguments["q"]
             assert q.dtype == p["q_data_type"] == torch.bfloat16
-            assert p["kv_data_type"] == torch.uint8
-            (k, v), (k_scales, v_scales) = r["paged_kv_cache"], r["kv_cache_sf"]
+            k, v = r["paged_kv_cache"]
+            assert p["kv_data_type"] == k.dtype == v.dtype
+            if k.dtype == torch.uint8:
+                k_scales, v_scales = r["kv_cache_sf"]
+                k, v = decode(k, k_scales), decode(v, v_scales)
+            k, v = (x.double() if self.layout == "HND" else x.double().transpose(1, 2) for x in (k, v))
             assert p["page_size"] == k.shape[2]
-            k, v = decode(k, k_scales), decode(v, v_scales)
             out = torch.empty_like(q)
             for b in range(len(p["qo_indptr"]) - 1):
                 first, end = p["qo_indptr"][b : b + 2].tolist()
@@ -324,6 +328,25 @@ def _fa2(calls: list[dict[str, Any]]) -> type:
             return out
 
     return Wrapper
+
+
+def dequantize_paged(a: dict[str, Any]) -> None:
+    """Any GPU from 8.0: rows past a length are left as they are, scales are linear, for V too."""
+    assert a["kv_layout"] == "HND"
+    assert a["seq_lens"].dtype == torch.int32
+    for data, scales, scale, out in zip(
+        a["paged_kv_cache"], a["kv_cache_sf"], (a["k_scale"], a["v_scale"]), (a["output_k"], a["output_v"])
+    ):
+        assert out.is_contiguous()
+        assert scale.dtype == torch.float32
+        assert scale.numel() == 1
+        size = data.shape[2]
+        assert a["block_tables"].shape[1] * size >= out.shape[1]
+        for b, length in enumerate(a["seq_lens"].tolist()):
+            assert length <= out.shape[1]
+            pages = a["block_tables"][b, : -(-length // size)].long()
+            x = decode(data[pages], scales[pages]).transpose(1, 2).flatten(0, 1)[:length]
+            out[b, :length] = (x * float(scale)).to(out.dtype)
 
 
 def append_by_slot(a: dict[str, Any]) -> None:

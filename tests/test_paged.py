@@ -292,3 +292,18 @@ def test_a_pool_refuses_the_order_of_sm100_for_a_head_size_without_it(model):
     config.head_dim = 32
     with pytest.raises(ValueError, match="the 4-token V scale layout needs"):
         PagedNVFP4Cache(config, 4, max_rows=1, max_cache_len=64, v_scale_layout="4token")
+
+
+def test_no_mask_is_made_over_all_positions_of_a_pool(model, monkeypatch):
+    """Each row is plain causal, and kernels that take no mask can serve it."""
+    from torch_fp4kv.cache import storage
+
+    masks, attention = [], storage.attention
+    monkeypatch.setattr(storage, "attention", lambda *a, **k: masks.append(k["mask"]) or attention(*a, **k))
+    model.set_attn_implementation("fp4kv")
+    pool = pool_for(model, recipe="nvfp4")
+    rows = [prefill(model, pool, prompt(batch=1, tokens=n, seed=n)) for n in (21, 40)]
+    decode(model, pool, dict(rows))
+    with torch.no_grad():
+        model(prompt(batch=1, tokens=20, seed=3), past_key_values=pool.row(rows[0][0]))
+    assert masks == [None] * (2 * len(pool.layers))

@@ -7,7 +7,7 @@ from . import compile, lowering
 from .cache.module import NVFP4KVCache
 from .checkpoint import CheckpointScales, load_scales
 from .compile import disable, enable
-from .ops import append, attention, dequantize, exact_math, explain, from_packed, quantize, to_packed
+from .ops import append, attention, dequantize, exact_math, explain, from_packed, prefer, quantize, to_packed
 from .recipe import LayerCalibration, Recipe, get_recipe, recipes, register_recipe
 
 __version__ = "0.1.0"
@@ -33,6 +33,7 @@ __all__ = [
     "guarded",
     "load_scales",
     "lowering",
+    "prefer",
     "quantize",
     "recipes",
     "register_attention",

@@ -19,6 +19,7 @@ from .handle import KVHandle
 
 if TYPE_CHECKING:
     from .hf import NVFP4Cache
+    from .paged import _PagedBatch
 
 NAME = "fp4kv"
 
@@ -31,7 +32,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, fp4kv_mask)
 
 
-def note_cache(cache: NVFP4Cache | None) -> None:
+def note_cache(cache: NVFP4Cache | _PagedBatch | None) -> None:
     """Called while transformers sizes a mask for `cache`: the mask function, which runs next, is not given it.
 
     Called with None once the mask is made: other implementations' mask functions leave the cache noted.

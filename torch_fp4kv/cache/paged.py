@@ -296,6 +296,19 @@ class _PagedBatch(Cache):
             layers=[_PagedLayer(pool, i, row, views[ring], leads=ring not in rings[:i]) for i, ring in enumerate(rings)]
         )
 
+    def needs_no_mask(self, attention_mask: Tensor | None, q_length: int) -> bool:
+        """Whether attention sees all that it may without a mask: yes, unless one is given. Rows have no padding."""
+        return attention_mask is None
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        attention_interface.note_cache(self)
+        return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As `_PagedLayer.update`, for layer `layer_idx`."""
+        attention_interface.note_cache(None)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
 
 class _PagedLayer(CacheLayerMixin):
     is_sliding = False

@@ -2,9 +2,10 @@
 
 from .append import append
 from .attention import attention, explain
+from .backends import prefer
 from .dequantize import dequantize
 from .flashinfer.quantize import exact_math
 from .format.layout import from_packed, to_packed
 from .quantize import quantize
 
-__all__ = ["append", "attention", "dequantize", "exact_math", "explain", "from_packed", "quantize", "to_packed"]
+__all__ = ["append", "attention", "dequantize", "exact_math", "explain", "from_packed", "prefer", "quantize", "to_packed"]

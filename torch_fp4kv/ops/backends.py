@@ -26,8 +26,11 @@ _ATTENTION_MODULES = {
     "torch": ".torch_attention",
     "flashinfer-prims-ts": ".flashinfer.prims_ts",
     "flashinfer-fa2": ".flashinfer.fa2",
+    "flashinfer-dequantize": ".flashinfer.dequantize",
 }
-"""In the order of preference. "torch" serves every call, so what follows it is used by name only."""
+"""In the order of preference. "torch" serves every call, so what follows it is used by name, or by `prefer`, only."""
+
+_preferred: tuple[str, ...] = ()
 
 _APPEND = ("flashinfer", "triton", "torch")
 _OTHER = ("triton", "torch")
@@ -65,6 +68,21 @@ def choose(op: str, device: torch.device, backend: str = "auto", call: Call | No
     return choice
 
 
+def prefer(*names: str) -> None:
+    """Makes "auto" try these attention backends first, in this order, in the whole process; without names, none.
+
+    A call that they cannot serve goes where it went before.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    global _preferred
+    for name in names:
+        if name not in _ATTENTION_MODULES:
+            raise ValueError(f"unknown backend {name!r} for attention; known: {', '.join(_ATTENTION_MODULES)}")
+    _preferred = names
+
+
 def explain(call: AttentionCall, backend: str = "auto") -> Choice:
     """As `choose` for this attention call, without counting it."""
     return _choose("attention", call.q.device, backend, call)
@@ -76,9 +94,9 @@ def explain_device(op: str, device: torch.device) -> Choice:
 
 
 def _choose(op: str, device: torch.device, backend: str, call: Call | None) -> Choice:
-    names = tuple(_ATTENTION_MODULES) if op == "attention" else _APPEND if op == "append" else _OTHER
+    names = (*_preferred, *_ATTENTION_MODULES) if op == "attention" else _APPEND if op == "append" else _OTHER
     if backend != "auto" and backend not in names:
-        raise ValueError(f"unknown backend {backend!r} for {op}; known: auto, {', '.join(names)}")
+        raise ValueError(f"unknown backend {backend!r} for {op}; known: auto, {', '.join(dict.fromkeys(names))}")
     passed_over: dict[str, str] = {}
     for name in names if backend == "auto" else (backend,):
         reason = _unusable(name, device, call, by_name=backend != "auto")

@@ -26,31 +26,45 @@ def unsupported(call: AttentionCall) -> str | None:
 
 def run(call: AttentionCall) -> tuple[Tensor, None]:
     """Serves a call for which `unsupported` is None."""
-    view, device = paged(call), call.q.device
+    view = paged(call)
+    split = support.capability(call.q.device) not in WITHOUT_SPLIT_KV
+    out = attend(call, _pages(view), view.page_size, "HND", view.data, view.scales, split_kv=split)
+    return unfold_output(call, out), None
+
+
+def attend(
+    call: AttentionCall,
+    pages: tuple[Tensor, Tensor, Tensor],
+    page_size: int,
+    kv_layout: str,
+    data: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor] | None = None,
+    split_kv: bool = True,
+) -> Tensor:
+    """`[B · L, Hq, D]`: attention of `call`'s folded query over `data`, NVFP4 with `scales` or 16-bit without; `pages`
+    is `(indptr, indices, last_page_length)` as FlashInfer has it."""
+    device = call.q.device
     batch, heads, queries, d = call.q.shape
     query = fold_query(call).to(call.q.dtype).view(batch * queries, heads, d)
-    indptr, indices, last_page_length = _pages(view)
     with on(device):
-        wrapper = _wrapper(workspace(NAME, device))
+        wrapper = _wrapper(workspace(NAME, device), kv_layout)
         wrapper.plan(
             torch.arange(batch + 1, dtype=torch.int32) * queries,
-            indptr,
-            indices,
-            last_page_length,
+            *pages,
             heads,
             call.num_kv_heads,
             d,
-            view.page_size,
+            page_size,
             causal=queries > 1,
             sm_scale=call.softmax_scale,
             window_left=window_left(call),
             logits_soft_cap=call.softcap,
             q_data_type=query.dtype,
-            kv_data_type=torch.uint8,
-            disable_split_kv=support.capability(device) in WITHOUT_SPLIT_KV,
+            kv_data_type=data[0].dtype,
+            disable_split_kv=not split_kv,
         )
-        out = wrapper.run(query, view.data, kv_cache_sf=view.scales)
-    return unfold_output(call, out), None
+        out: Tensor = wrapper.run(query, data, kv_cache_sf=scales)
+    return out
 
 
 def _pages(view: Paged) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +77,7 @@ def _pages(view: Paged) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @functools.lru_cache(maxsize=16)
-def _wrapper(buffer: Tensor) -> Any:
+def _wrapper(buffer: Tensor, kv_layout: str) -> Any:
     from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
-    return BatchPrefillWithPagedKVCacheWrapper(buffer, "HND", backend="fa2")
+    return BatchPrefillWithPagedKVCacheWrapper(buffer, kv_layout, backend="fa2")

@@ -42,6 +42,7 @@ class Kernel:
         max_group: query heads a KV head.
         needs_table: takes pages behind a block table only (its TMA descriptors want strides in increasing order,
             which a row of a static cache cut into pages has not).
+        new_tokens: is for calls that bring K and V of their own tokens, which the others do not take.
         sinks, softcap, capture: takes sink logits, a soft-cap, a call inside a CUDA graph's capture.
         package: what it needs besides FlashInfer, or "".
         error: relative error (2-norm) of the output that its roundings explain: of 16-bit query, weights and output,
@@ -56,6 +57,7 @@ class Kernel:
     max_queries: int = 1
     max_group: int = ANY
     needs_table: bool = False
+    new_tokens: bool = False
     sinks: bool = True
     softcap: bool = False
     capture: bool = True
@@ -94,6 +96,17 @@ KERNELS = {
         head_sizes=(128, 256),
         page_sizes=(),
         max_queries=ANY,
+        sinks=False,
+        softcap=True,
+        capture=False,
+    ),
+    "flashinfer-dequantize": Kernel(
+        capabilities=_FA2,
+        head_sizes=(64, 128, 256),
+        page_sizes=(),
+        max_queries=ANY,
+        needs_table=True,
+        new_tokens=True,
         sinks=False,
         softcap=True,
         capture=False,
@@ -173,17 +186,20 @@ def attention_missing(name: str, device: torch.device) -> str | None:
 def attention_unsupported(name: str, call: AttentionCall) -> str | None:
     """Why kernel `name` cannot serve `call`, on any GPU, or None."""
     kernel = KERNELS[name]
-    return _form_unsupported(call) or _layout_unsupported(kernel, call) or _options_unsupported(kernel, call)
+    return _form_unsupported(kernel, call) or _layout_unsupported(kernel, call) or _options_unsupported(kernel, call)
 
 
-def _form_unsupported(call: AttentionCall) -> str | None:
-    """What no FlashInfer kernel takes."""
+def _form_unsupported(kernel: Kernel, call: AttentionCall) -> str | None:
     if call.q.numel() == 0:
         return "there is no query"
     if (call.k_format, call.v_format) != ("nvfp4", "nvfp4"):
         return f"K and V must be nvfp4, got {call.k_format} and {call.v_format}"
-    if call.k_new is not None or call.k_exact is not None:
-        return "exact keys and values beside the stored ones need a log-sum-exp of both parts in full precision"
+    if call.k_exact is not None or (call.k_new is not None and not kernel.new_tokens):
+        return "cannot leave out stored tokens that exact ones stand in for, nor join the two by a log-sum-exp"
+    if kernel.new_tokens and call.k_new is None:
+        return "is for prefills that bring their own tokens"
+    if kernel.new_tokens and not (call.q_stored is call.stored_bias is call.v_bias is None):
+        return "new keys and stored ones must meet the same query, without a bias"
     for tensor, name in ((call.mask, "mask"), (call.starts, "starts"), (call.q_lengths, "q_lengths")):
         if tensor is not None:
             return f"takes no {name}"

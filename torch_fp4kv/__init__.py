@@ -13,6 +13,7 @@ from .recipe import LayerCalibration, Recipe, get_recipe, recipes, register_reci
 __version__ = "0.1.0"
 
 __all__ = [
+    "Blocks",
     "CheckpointScales",
     "LayerCalibration",
     "NVFP4Cache",
@@ -28,9 +29,11 @@ __all__ = [
     "enable",
     "exact_math",
     "explain",
+    "export_blocks",
     "from_packed",
     "get_recipe",
     "guarded",
+    "import_blocks",
     "load_scales",
     "lowering",
     "prefer",
@@ -54,7 +57,10 @@ def __getattr__(name: str) -> Any:
     modules = {
         "NVFP4Cache": "cache.hf",
         "PagedNVFP4Cache": "cache.paged",
+        "Blocks": "cache.blocks",
         "calibrate": "calibration",
+        "export_blocks": "cache.handover",
+        "import_blocks": "cache.handover",
         "guarded": "calibration",
     }
     if name in modules:

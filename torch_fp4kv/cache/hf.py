@@ -16,6 +16,7 @@ from ..recipe import LayerCalibration, Recipe, get_recipe
 from . import attention_interface, serialize
 from .handle import KVHandle
 from .positions import RING_SLACK, Positions
+from .shard import Shard
 from .storage import LayerStorage
 
 attention_interface.register()
@@ -201,11 +202,13 @@ class NVFP4Cache(Cache):
             (`generate` compiles decoding on a GPU by itself). Without it the cache grows, for eager use.
         recipe: name of a recipe or a `Recipe`; see `torch_fp4kv.recipes()` and docs/recipes.md.
         materialize: `update` returns dequantised tensors, for models that do more with K and V than attend.
+        tp_rank, tp_size: this rank and the number of ranks of a tensor-parallel model, each with a cache of its own
+            heads. Needed where numbers were calibrated for all heads, and by `export_blocks` and `import_blocks`.
         **overrides: fields of `Recipe` to replace, such as `exact_window=128` or `layers={"sliding": "bf16"}`.
 
     Raises:
         ValueError: unknown recipe, one that needs a calibration it has not or has one for another number of layers,
-            `max_cache_len` not positive, or a layer type that cannot be kept this way.
+            `max_cache_len` not positive, `tp_rank` not below `tp_size`, or a layer type that cannot be kept this way.
         TypeError: `config` or `max_cache_len` is of another type.
     """
 
@@ -215,6 +218,8 @@ class NVFP4Cache(Cache):
         max_cache_len: int | None = None,
         recipe: str | Recipe = "nvfp4",
         materialize: bool = False,
+        tp_rank: int = 0,
+        tp_size: int = 1,
         **overrides: Any,
     ) -> None:
         if not hasattr(config, "get_text_config"):
@@ -227,10 +232,15 @@ class NVFP4Cache(Cache):
         self._starts: Tensor | None = None
         self._positions: dict[tuple[torch.device, int], Positions] = {}
         self._saturation_reported = False
-        kinds = layer_kinds(config.get_text_config(decoder=True))
+        self.shard = Shard(tp_rank, tp_size)
+        config = config.get_text_config(decoder=True)
+        self._configured_kv_heads = configured_kv_heads(config)
+        kinds = layer_kinds(config)
+        # The last layers of some models read K and V of earlier ones and store none.
+        self._num_storing = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
         self.recipe.check_layers(len(kinds))
         layers = [
-            NVFP4Layer(self, self.recipe.for_layer(index, kind), max_cache_len, window)
+            NVFP4Layer(self, self.shard.of(self.recipe.for_layer(index, kind)), max_cache_len, window)
             for index, (kind, window) in enumerate(kinds)
         ]
         super().__init__(layers=layers)
@@ -255,6 +265,24 @@ class NVFP4Cache(Cache):
     def forget_positions(self) -> None:
         """The layers initialised next get positions of their own batch size."""
         self._positions.clear()
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows that hold tokens."""
+        stored = [layer.batch_size for layer in self.layers if not layer.storage.empty]
+        return list(range(stored[0])) if stored else []
+
+    def check_whole(self, row: int) -> None:
+        """Raises ValueError if `row` holds no tokens, and RuntimeError if its layers hold different ones."""
+        if row not in self.rows:
+            raise ValueError(f"row {row} is not in use; rows in use: {self.rows}")
+        storing = self.layers[: self._num_storing]
+        if any(layer.storage.empty for layer in storing) or len({layer.calls for layer in storing} - {_UNKNOWN}) > 1:
+            raise RuntimeError("a call of the model ended halfway, and layers hold different tokens: reset() the cache")
+
+    def total_kv_heads(self, held: int) -> int:
+        """KV heads that all ranks have in a layer of which this one has `held`."""
+        return self.shard.total(held, self._configured_kv_heads) if self.shard.size > 1 else held
 
     def save(self, path: str | Path) -> None:
         """Writes what is stored to one safetensors file, to the bit; see `load`.
@@ -459,6 +487,11 @@ def layer_kinds(config: Any) -> list[tuple[str, int]]:
         else:
             raise ValueError(f"layer {index} is {kind!r}: NVFP4Cache keeps full, sliding and chunked attention layers")
     return kinds
+
+
+def configured_kv_heads(config: Any) -> Any:
+    """KV heads of a layer of the text model `config`, before any tensor parallelism; None if it says nothing."""
+    return getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
 
 
 def _round_up(tokens: int) -> int:

@@ -18,7 +18,9 @@ from ..recipe import Recipe, get_recipe
 from . import attention_interface
 from .buffers import allocate
 from .handle import KVHandle
+from .hf import configured_kv_heads
 from .positions import Positions
+from .shard import Shard
 from .storage import LayerStorage
 
 
@@ -40,10 +42,14 @@ class PagedPositions(Positions):
     def advance(self, num_new: int) -> None:
         self._advance(self.active * num_new)
 
-    def _slots_at(self, position: Tensor, tokens: int) -> Tensor:
+    def _compute_slots(self, *args: int) -> tuple[Tensor, Tensor | None]:
+        slots, exact = super()._compute_slots(*args)
+        return torch.where(self.active[:, None] > 0, slots, -1), exact
+
+    def slots_at(self, rows: Tensor, position: Tensor, tokens: int) -> Tensor:
+        """As `Positions.slots_at`, with the rows' pages."""
         page = (position // self.page_size).clamp(0, self.block_table.shape[1] - 1)
-        slots = self.block_table.gather(1, page).to(torch.int64) * self.page_size + position % self.page_size
-        return torch.where(self.active[:, None] > 0, slots, -1)
+        return self.block_table[rows].gather(1, page).to(torch.int64) * self.page_size + position % self.page_size
 
     def row(self, row: int) -> PagedPositions:
         """The same positions seen as one row; changes are shared."""
@@ -74,7 +80,7 @@ class PagedNVFP4Cache:
         dtype, device: of the model.
         v_scale_layout: "4token" for pages that FlashInfer's kernels for compute capability 10.0 and 10.3 read
             (docs/backends.md); head sizes must be multiples of 64. "linear" for all others.
-        recipe, **overrides: as for `NVFP4Cache`.
+        recipe, tp_rank, tp_size, **overrides: as for `NVFP4Cache`.
 
     Raises:
         ValueError: a page size that is no power of two from 16, a number that is not positive, a layer with another
@@ -92,6 +98,8 @@ class PagedNVFP4Cache:
         device: torch.device | str = "cpu",
         recipe: str | Recipe = "nvfp4",
         v_scale_layout: str = "linear",
+        tp_rank: int = 0,
+        tp_size: int = 1,
         **overrides: Any,
     ) -> None:
         if page_size < 16 or page_size & (page_size - 1):
@@ -104,11 +112,15 @@ class PagedNVFP4Cache:
         recipe = get_recipe(recipe, **overrides)
         recipe.check_layers(config.num_hidden_layers)
         self.page_size, self.max_rows = page_size, max_rows
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.shard = Shard(tp_rank, tp_size)
+        self.num_kv_heads = int(configured_kv_heads(config))
+        heads = len(self.shard.heads(self.num_kv_heads))
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         like = torch.empty((max_rows, heads, 0, dim), dtype=dtype, device=device)
         max_pages = -(-max_cache_len // page_size)
-        self.layers = [LayerStorage(recipe.for_layer(i), page_size) for i in range(config.num_hidden_layers)]
+        self.layers = [
+            LayerStorage(self.shard.of(recipe.for_layer(i)), page_size) for i in range(config.num_hidden_layers)
+        ]
         for layer in self.layers:
             layer.allocate_pages(like, like, num_pages, v_scale_layout)
         rings = {LayerStorage.ring_size(layer.recipe) for layer in self.layers}
@@ -123,6 +135,8 @@ class PagedNVFP4Cache:
         self._stepped = False
         # Rows whose prefill began and did not reach the last layer.
         self._unfinished: set[int] = set()
+        # Of rows that came from another machine, the name they came under.
+        self._transfers: dict[int, str] = {}
         attention_interface.register()
         self.batch = _PagedBatch(self, None)
 
@@ -170,6 +184,7 @@ class PagedNVFP4Cache:
                 self._free_pages.append(page)
         del self._lengths[row]
         self._unfinished.discard(row)
+        self._transfers.pop(row, None)
         for positions in self._positions.values():
             positions.active[row] = 0
             positions.lengths[row] = 0
@@ -239,9 +254,7 @@ class PagedNVFP4Cache:
         """Makes room for `tokens[row]` more tokens of each row; errors as in `step`."""
         wanted: dict[int, tuple[int, bool]] = {}
         for row, count in tokens.items():
-            self._check_row(row)
-            if row in self._unfinished:
-                raise RuntimeError(f"a prefill of row {row} ended halfway, and its layers differ: free it")
+            self.check_whole(row)
             length, pages = self._lengths[row], self._pages[row]
             if length + count > self._capacity:
                 raise ValueError(f"row {row}: {count} tokens after {length} exceed max_cache_len={self._capacity}")
@@ -257,6 +270,38 @@ class PagedNVFP4Cache:
             table = torch.tensor(self._pages[row], dtype=torch.int32)
             for positions in self._positions.values():
                 positions.block_table[row, : len(table)].copy_(table)
+
+    def positions_of(self, index: int) -> PagedPositions:
+        """The positions of layer `index`."""
+        return self._positions[LayerStorage.ring_size(self.layers[index].recipe)]
+
+    def check_whole(self, row: int) -> None:
+        """Raises ValueError if `row` is not in use, and RuntimeError if its layers hold different tokens."""
+        self._check_row(row)
+        if row in self._unfinished:
+            raise RuntimeError(f"a prefill of row {row} ended halfway, and its layers differ: free it")
+
+    def admit_transfer(self, transfer: str, rows: int, tokens: int) -> list[int]:
+        """Takes `rows` free rows with room for `tokens` tokens each, which come from elsewhere under this name.
+
+        Raises:
+            ValueError: rows of this name are there already, or they exceed `max_cache_len`; nothing was changed.
+            RuntimeError: not enough rows or pages are free; nothing was changed.
+        """
+        known = [row for row, name in self._transfers.items() if name == transfer]
+        if known:
+            raise ValueError(f"{transfer!r} came before and is in row {known[0]}; free it first")
+        taken: list[int] = []
+        try:
+            taken += (self.admit() for _ in range(rows))
+            self.reserve(dict.fromkeys(taken, tokens))
+        except (RuntimeError, ValueError):
+            for row in taken:
+                self.free(row)
+            raise
+        for row in taken:
+            self._transfers[row], self._lengths[row] = transfer, tokens
+        return taken
 
     def _own_last_page(self, row: int) -> None:
         """Copies the partly filled last page of `row` if another sequence shares it."""

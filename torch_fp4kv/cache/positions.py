@@ -136,7 +136,8 @@ class Positions:
     def _compute_slots(self, batch: int, num_new: int, tokens: int, num_sinks: int) -> tuple[Tensor, Tensor | None]:
         lengths = self.lengths[:batch, None].to(torch.int64)
         position = lengths - num_new + torch.arange(num_new, device=lengths.device)
-        slots = self._slots_at(position, tokens)
+        rows = torch.arange(batch, device=lengths.device)
+        slots = self.slots_at(rows, position, tokens)
         if not self.ring and not num_sinks:
             return slots, None
         scratch = num_sinks + self.ring
@@ -148,12 +149,12 @@ class Positions:
             exact = torch.where((from_start >= 0) & (from_start < num_sinks), from_start, exact)
         return slots, exact
 
-    def _slots_at(self, position: Tensor, tokens: int) -> Tensor:
-        """int64 `[B, n]`: where the tokens at `position` `[B, n]` lie, with one page of `tokens` a row."""
-        row = torch.arange(position.shape[0], device=position.device)[:, None] * tokens
+    def slots_at(self, rows: Tensor, position: Tensor, tokens: int) -> Tensor:
+        """int64 `[B, n]`: where the tokens at `position` `[B, n]` of `rows` (int64 `[B]`) lie, with one page of
+        `tokens` a row."""
         # A row that overflowed a cache without a ring stays in its own page; `overflowed` tells.
         wraps = self.capacity is None or tokens < self.capacity
-        return row + (position % tokens if wraps else position.clamp(max=tokens - 1))
+        return rows[:, None] * tokens + (position % tokens if wraps else position.clamp(max=tokens - 1))
 
     def can_crop(self, num_tokens: int, window: int, slack: int) -> bool:
         """Whether a ring of `window + slack` tokens holds what is seen after `crop(num_tokens)` (synchronises)."""
@@ -204,6 +205,16 @@ class Positions:
         self.padded = bool(self.starts.any())
         self.host_length = int(self.lengths.max()) if self.capacity is None else 0
         self._flag = None
+        self._slots.clear()
+
+    def place(self, rows: Tensor, lengths: Tensor, starts: Tensor, longest: Tensor, held_from: Tensor) -> None:
+        """Says where `rows` (int64 `[B]`) stand after tokens came from elsewhere; int `[B]` each."""
+        for name, values in (("lengths", lengths), ("starts", starts), ("longest", longest)):
+            getattr(self, name)[rows] = values.to(self.lengths)
+        for name in ("held_from", "exact_from", "exact_before"):
+            getattr(self, name)[rows] = held_from.to(self.lengths)
+        self.padded = self.padded or bool(starts.any())
+        self.host_length = int(lengths.max()) if self.capacity is None else 0
         self._slots.clear()
 
     def to(self, device: torch.device) -> None:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ..ops.call import head_dim_of
+from .contents import Contents, make_room
 from .storage import ROW_TENSORS
 
 if TYPE_CHECKING:
-    from .hf import NVFP4Cache, NVFP4Layer
+    from .hf import NVFP4Cache
 
 FORMAT = "torch_fp4kv.cache"
 VERSION = 1
@@ -91,12 +92,8 @@ def load(cache: NVFP4Cache, path: str | Path, device: torch.device | str | None 
             raise ValueError(f"{path} does not go with this cache: its {key} is {header[key]}, the cache's {value}")
     saved = [_Saved.of(cache, int(i), tensors, facts) for i, facts in header["layers"].items()]
     for one in saved:
-        one.check(path)
-    cache.reset()
-    if not all(one.fits() for one in saved):
-        cache.forget_positions()
-        for one in saved:
-            one.allocate(torch.device(device or "cpu"))
+        one.contents.check(str(path))
+    make_room(cache, [one.contents for one in saved], device)
     for one in saved:
         one.restore()
     for positions in cache.all_positions():
@@ -136,65 +133,28 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Saved:
-    """A layer's saved tensors by name, and the layer that takes them over."""
+    """A layer's saved tensors by name, and where they go."""
 
-    index: int
-    layer: NVFP4Layer
+    contents: Contents
     tensors: dict[str, Tensor]
-    dtype: torch.dtype
     rotated: bool
 
     @classmethod
     def of(cls, cache: NVFP4Cache, index: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> _Saved:
-        prefix = f"layers.{index}."
+        prefix, layer = f"layers.{index}.", cache.layers[index]
         own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-        return cls(index, cache.layers[index], own, getattr(torch, facts["dtype"]), facts["rotated"])
-
-    def sizes(self) -> tuple[int, int, int]:
-        """`(H, D, Dv)`."""
-        recipe, k_data, v_data = self.layer.storage.recipe, self.tensors["k_data"], self.tensors["v_data"]
-        return k_data.shape[1], head_dim_of(k_data, recipe.k_format), head_dim_of(v_data, recipe.v_format)
-
-    def check(self, path: str | Path) -> None:
-        """Raises ValueError where the layer has buffers for other heads."""
-        storage = self.layer.storage
-        if not self.layer.is_initialized:
-            return
-        own = (storage.k_data.shape[1], storage.head_dim, storage.v_head_dim)
-        if own != self.sizes():
-            raise ValueError(
-                f"{path} does not go with this cache: KV heads and head sizes of layer {self.index} are "
-                f"{list(self.sizes())}, the cache's {list(own)}"
-            )
-
-    def fits(self) -> bool:
-        """Whether the layer's buffers take what was saved."""
-        storage, (batch, _, used, _) = self.layer.storage, self.tensors["k_data"].shape
-        return (
-            self.layer.is_initialized
-            and (storage.batch_size, storage.dtype) == (batch, self.dtype)
-            and storage.tokens >= used
-            and self.layer.positions is not None
-            and self.layer.positions.batch_size == batch
-        )
-
-    def allocate(self, device: torch.device) -> None:
-        layer, (batch, _, used, _) = self.layer, self.tensors["k_data"].shape
-        if layer.max_cache_len is None and not layer.is_sliding:
-            layer.storage.tokens = max(used, 1)
-        heads, *dims = self.sizes()
-        device = layer.device if layer.is_initialized else device
-        like = [torch.empty((batch, heads, 0, dim), dtype=self.dtype, device=device) for dim in dims]
-        layer.lazy_initialization(*like)
+        recipe, (batch, heads, used, _) = layer.storage.recipe, own["k_data"].shape
+        dims = head_dim_of(own["k_data"], recipe.k_format), head_dim_of(own["v_data"], recipe.v_format)
+        contents = Contents(index, layer, batch, heads, *dims, used, getattr(torch, facts["dtype"]))
+        return cls(contents, own, facts["rotated"])
 
     def restore(self) -> None:
-        storage = self.layer.storage
-        used = self.tensors["k_data"].shape[2]
-        storage.set_rotated(self.rotated)
-        for name, tensor in storage.tensors():
+        layer, used = self.contents.layer, self.contents.tokens
+        layer.storage.set_rotated(self.rotated)
+        for name, tensor in layer.storage.tensors():
             target = tensor[:, :, :used] if name in _TOKEN_TENSORS else tensor
             target.copy_(self.tensors[name])
-        storage.empty = False
-        self.layer.batch_size = self.tensors["k_data"].shape[0]
+        layer.storage.empty = False
+        layer.batch_size = self.contents.batch

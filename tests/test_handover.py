@@ -1,0 +1,355 @@
+"""A sequence handed over decodes as if it had stayed, and messages that are not all there change nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from hf_models import llama, prompt
+
+from torch_fp4kv import (
+    Blocks,
+    LayerCalibration,
+    NVFP4Cache,
+    PagedNVFP4Cache,
+    export_blocks,
+    get_recipe,
+    import_blocks,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama()
+
+
+def prefilled(model, capacity=128, recipe="nvfp4", tokens=90, batch=2, padding=0):
+    cache = NVFP4Cache(model.config, capacity, recipe)
+    mask = torch.ones(batch, tokens, dtype=torch.long)
+    mask[0, :padding] = 0
+    if padding:
+        cache.set_padding(mask)
+    with torch.no_grad():
+        model(prompt(batch, tokens), attention_mask=mask, past_key_values=cache)
+    return cache
+
+
+def decode(model, cache, batch=2, steps=4, padding=0):
+    """Logits of some more tokens."""
+    ids, length = prompt(batch, steps, seed=3), int(cache.get_seq_length())
+    mask = torch.ones(batch, length + steps, dtype=torch.long)
+    mask[0, :padding] = 0
+    with torch.no_grad():
+        return torch.stack(
+            [
+                model(ids[:, i : i + 1], attention_mask=mask[:, : length + i + 1], past_key_values=cache).logits
+                for i in range(steps)
+            ]
+        )
+
+
+def pool_of(model, page_size=16, recipe="nvfp4", **options):
+    return PagedNVFP4Cache(
+        model.config,
+        40,
+        max_rows=3,
+        max_cache_len=160,
+        page_size=page_size,
+        dtype=torch.float32,
+        recipe=recipe,
+        **options,
+    )
+
+
+def prefill_row(model, pool, tokens=90, seed=1):
+    row = pool.admit()
+    with torch.no_grad():
+        model(prompt(1, tokens, seed), past_key_values=pool.row(row))
+    return row
+
+
+def decode_row(model, pool, row, steps=4):
+    logits = []
+    for i in range(steps):
+        ids = pool.step([row])
+        tokens = torch.zeros(pool.max_rows, 1, dtype=torch.long)
+        tokens[row] = prompt(1, steps, seed=3)[0, i]
+        with torch.no_grad():
+            logits.append(model(tokens, position_ids=ids, past_key_values=pool.batch).logits[row, -1])
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("padding", [0, 5], ids=["", "padded"])
+@pytest.mark.parametrize("capacities", [(128, 128), (128, 256), (None, 160), (128, None)], ids=str)
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-plain", "k8v4", "bf16", "block-fp4"])
+def test_decoding_goes_on_as_without_the_hand_over(model, recipe, capacities, padding):
+    cache = prefilled(model, capacities[0], recipe, padding=padding)
+    blocks = export_blocks(cache, "a")
+    want = decode(model, cache, padding=padding)
+    other = NVFP4Cache(model.config, capacities[1], recipe)
+    assert import_blocks(other, blocks) == [0, 1]
+    assert torch.equal(decode(model, other, padding=padding), want)
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_short_prompts_and_used_buffers(model, window):
+    """Too short for a bias, so that K is not rotated; the buffers were last used for one that was."""
+    recipe = get_recipe("nvfp4", exact_window=window, num_sink_tokens=0)
+    cache = prefilled(model, tokens=5, recipe=recipe)
+    blocks = export_blocks(cache, "a")
+    other = prefilled(model, tokens=40, recipe=recipe)
+    addresses = [t.data_ptr() for _, t in other.layers[1].storage.tensors()]
+    other.reset()
+    import_blocks(other, blocks)
+    assert [t.data_ptr() for _, t in other.layers[1].storage.tensors()] == addresses
+    assert torch.equal(decode(model, other), decode(model, cache))
+
+
+def test_a_sliding_layer_hands_over_what_its_ring_holds():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    settings = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MistralConfig(**settings, num_key_value_heads=2, vocab_size=64, head_dim=32, sliding_window=24)
+    model = MistralForCausalLM(config).eval()
+    cache = prefilled(model, 128)
+    cache.crop(-3)
+    parts = [export_blocks(cache, "a", tokens=range(0, 60), more=True), export_blocks(cache, "a", tokens=range(60, 87))]
+    assert [p.header["layers"][0]["first"] for p in parts] == [50, 60]
+    other = NVFP4Cache(config, 256)
+    import_blocks(other, parts)
+    assert torch.equal(decode(model, other), decode(model, cache))
+    for either in (cache, other):
+        either.crop(-9)
+        with pytest.raises(RuntimeError, match="nothing was dropped"):
+            either.crop(-8)
+    assert torch.equal(decode(model, other), decode(model, cache))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-plain"])
+def test_pools_with_other_page_sizes(model, recipe):
+    sender, receiver = pool_of(model, 16, recipe), pool_of(model, 64, recipe)
+    rows = [prefill_row(model, sender, tokens, seed=tokens) for tokens in (90, 33)]
+    receiver.admit()
+    blocks = {row: export_blocks(sender, f"request {row}", [row]) for row in rows}
+    taken = {row: import_blocks(receiver, blocks[row])[0] for row in rows}
+    assert list(taken.values()) == [1, 2]
+    for row in rows:
+        assert receiver.length(taken[row]) == sender.length(row)
+        torch.testing.assert_close(
+            decode_row(model, receiver, taken[row]), decode_row(model, sender, row), rtol=1e-5, atol=1e-5
+        )
+    with pytest.raises(ValueError, match="'request 0' came before and is in row 1"):
+        import_blocks(receiver, blocks[0])
+    receiver.free(taken[rows[0]])
+    free = receiver.free_pages
+    row = import_blocks(receiver, blocks[0])[0]
+    receiver.free(row)
+    assert receiver.free_pages == free
+
+
+def test_between_a_pool_and_a_cache(model):
+    pool = pool_of(model)
+    row = prefill_row(model, pool)
+    cache = NVFP4Cache(model.config, 128)
+    import_blocks(cache, export_blocks(pool, "a", [row]))
+    back = pool_of(model, 32)
+    import_blocks(back, export_blocks(cache, "b"))
+    want = decode_row(model, pool, row)
+    assert torch.equal(decode_row(model, back, 0), want)
+    torch.testing.assert_close(decode(model, cache, batch=1)[:, 0, -1], want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pool_takes_no_other_scales(model):
+    pool = pool_of(model)
+    prefill_row(model, pool)
+    before = pool.free_pages
+    with pytest.raises(ValueError, match="its k_bias in layer 0 is another"):
+        import_blocks(pool, export_blocks(prefilled(model), "a", [1]))
+    assert (pool.free_pages, pool.rows) == (before, [0])
+
+
+def test_a_pool_without_room_changes_nothing(model):
+    sender, receiver = pool_of(model), pool_of(model)
+    row = prefill_row(model, sender)
+    blocks = [export_blocks(sender, f"{i}", [row]) for i in range(4)]
+    for one in blocks[:3]:
+        import_blocks(receiver, one)
+    with pytest.raises(RuntimeError, match="all 3 rows are in use"):
+        import_blocks(receiver, blocks[3])
+    receiver.free(0)
+    receiver._free_pages, kept = receiver._free_pages[:2], receiver._free_pages
+    with pytest.raises(RuntimeError, match="6 pages are needed and 2 are free"):
+        import_blocks(receiver, blocks[3])
+    assert (receiver.rows, len(kept)) == ([1, 2], 28)
+
+
+def heads(cache):
+    """All that a hand-over carries, by layer and name, one head after the other."""
+    return [
+        {name: t.movedim(1 if t.ndim == 4 else 0, 0) for name, t in layer.storage.tensors()} for layer in cache.layers
+    ]
+
+
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (2, 1), (2, 4), (4, 2), (8, 4), (8, 2)], ids=str)
+def test_ranks_of_another_number(senders, receivers):
+    """Four KV heads, also where there are more ranks than heads."""
+    config = llama(num_key_value_heads=4, num_hidden_layers=1).config
+    torch.manual_seed(0)
+    k, v = torch.randn(1, 4, 70, 64), torch.randn(1, 4, 70, 64)
+    whole = NVFP4Cache(config, 96)
+    whole.update(k, v, 0)
+    caches = [NVFP4Cache(config, 96, tp_rank=rank, tp_size=senders) for rank in range(senders)]
+    for cache in caches:
+        mine = cache.shard.heads(4)
+        cache.update(k[:, mine.start : mine.stop], v[:, mine.start : mine.stop], 0)
+    messages = [
+        export_blocks(cache, "a", tokens=t, more=t.stop < 70) for cache in caches for t in (range(40), range(40, 70))
+    ]
+    if senders > 4:
+        with pytest.raises(ValueError, match=r"came (from two ranks|twice)"):
+            import_blocks(NVFP4Cache(config, 96), messages)
+        messages = [m for i, m in enumerate(messages) if i // 2 % (senders // 4) == 0]
+    for rank in range(receivers):
+        cache = NVFP4Cache(config, 128, tp_rank=rank, tp_size=receivers)
+        import_blocks(cache, messages[::-1])
+        mine = cache.shard.heads(4)
+        for got, want in zip(heads(cache), heads(whole)):
+            assert got.keys() == want.keys()
+            for name in got:
+                part = want[name][mine.start : mine.stop]
+                if name in ("k_exact", "v_exact"):
+                    held = [*range(4), *[4 + p % 80 for p in range(6, 70)]]
+                    assert torch.equal(got[name][:, :, held], part[:, :, held])
+                else:
+                    tokens = 70 if got[name].ndim == 4 else None
+                    assert torch.equal(
+                        got[name][:, :, :tokens] if tokens else got[name], part[:, :, :tokens] if tokens else part
+                    )
+
+
+def test_a_rank_wants_all_its_heads(model):
+    config = llama(num_key_value_heads=4, num_hidden_layers=1).config
+    cache = NVFP4Cache(config, 96, tp_rank=1, tp_size=4)
+    x = torch.randn(1, 1, 70, 64)
+    cache.update(x, x.clone(), 0)
+    with pytest.raises(ValueError, match="KV head 0 of layer 0 of 'a' is missing"):
+        import_blocks(NVFP4Cache(config, 96, tp_rank=0, tp_size=2), export_blocks(cache, "a"))
+
+
+def test_calibrated_numbers_go_by_head():
+    config = llama(num_hidden_layers=1).config
+    numbers = {"k_scale": (0.5, 0.25), "v_scale": (0.125,), "k_bias": torch.arange(128.0).view(2, 64)}
+    recipe = dataclasses.replace(get_recipe("nvfp4"), k_bias="calibrated", calibration=(LayerCalibration(**numbers),))
+    x = torch.randn(1, 2, 70, 64)
+    ranks = [NVFP4Cache(config, 96, recipe, tp_rank=rank, tp_size=2) for rank in range(2)]
+    for rank, cache in enumerate(ranks):
+        cache.update(x[:, rank : rank + 1], -x[:, rank : rank + 1], 0)
+        assert cache.layers[0].storage.k_global.tolist() == [numbers["k_scale"][rank]]
+        assert torch.equal(cache.layers[0].storage.k_bias, numbers["k_bias"][rank : rank + 1])
+    messages = [export_blocks(cache, "a") for cache in ranks]
+    import_blocks(NVFP4Cache(config, 96, recipe), messages)
+    other = dataclasses.replace(recipe.calibration[0], k_scale=(0.5, 0.5))
+    with pytest.raises(ValueError, match="layer 0 was calibrated with other numbers"):
+        import_blocks(NVFP4Cache(config, 96, dataclasses.replace(recipe, calibration=(other,))), messages)
+
+
+@pytest.mark.parametrize(("tokens", "head_dim"), [(4096, 64), (4096, 128), (8192, 128)])
+def test_bytes_on_the_wire(tokens, head_dim):
+    """The default recipe, exact tokens and header included, beside K and V in BF16."""
+    config = llama(num_hidden_layers=1).config
+    cache = NVFP4Cache(config, tokens)
+    x = torch.randn(1, 2, tokens, head_dim, dtype=torch.bfloat16)
+    cache.update(x, x.clone(), 0)
+    assert export_blocks(cache, "a").nbytes <= 0.30 * (2 * x.numel() * x.element_size())
+
+
+def parts(cache):
+    return [
+        export_blocks(cache, "a", tokens=range(0, 32), more=True),
+        export_blocks(cache, "a", tokens=range(32, 64), more=True),
+        export_blocks(cache, "a", tokens=range(64, 90)),
+    ]
+
+
+def alter_payload(messages):
+    messages[1].payload[7] ^= 1
+
+
+def swap_words(messages):
+    words = messages[1].payload.view(torch.int64)
+    words[[3, 4]] = words[[4, 3]]
+
+
+def alter_header(messages):
+    messages[2].header["starts"][0] += 1
+
+
+def call_it_newer(messages):
+    messages[0].header["version"] = 2
+
+
+FAULTS = {
+    "dropped first": (lambda m: m[1:], "are missing: tokens 0 to 31"),
+    "dropped middle": (lambda m: [m[0], m[2]], "are missing: tokens 32 to 63"),
+    "dropped last": (lambda m: m[:2], "the last blocks of 'a' are missing: tokens from 64"),
+    "duplicated": (lambda m: [*m, m[1]], "came twice: tokens 32 to 63"),
+    "duplicated last": (lambda m: [*m, m[2]], "came twice: tokens 64 to 89"),
+    "altered": (lambda m: alter_payload(m) or m, "were altered"),
+    "in another order": (lambda m: swap_words(m) or m, "were altered"),
+    "header altered": (lambda m: alter_header(m) or m, "were altered"),
+    "newer": (lambda m: call_it_newer(m) or m, "of version 2; this package reads version 1"),
+    "none": (lambda m: [], "no blocks were given"),
+    "no blocks": (lambda m: [Blocks({"format": "pt"}, m[0].payload)], "format is 'pt'"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), FAULTS.values(), ids=FAULTS)
+def test_messages_that_are_not_all_there_change_nothing(model, change, message):
+    cache = prefilled(model, tokens=20)
+    cache.reset()
+    before = {name: t.clone() for name, t in cache.layers[0].storage.tensors()}
+    with pytest.raises(ValueError, match=message):
+        import_blocks(cache, change(parts(prefilled(model))))
+    assert cache.is_empty
+    assert all(torch.equal(t, before[name]) for name, t in cache.layers[0].storage.tensors())
+
+
+def test_messages_of_another_hand_over_are_refused(model):
+    mine, cache = parts(prefilled(model)), NVFP4Cache(model.config, 128)
+    foreign = export_blocks(prefilled(model), "b", tokens=range(32, 64), more=True)
+    with pytest.raises(ValueError, match="blocks of 'b' are among those of 'a'"):
+        import_blocks(cache, [mine[0], foreign, mine[2]])
+    fewer_rows = parts(prefilled(model, batch=1))[1]
+    with pytest.raises(ValueError, match="from caches that differ in rows"):
+        import_blocks(cache, [mine[0], fewer_rows, mine[2]])
+    with pytest.raises(ValueError, match="recipe of layer 0 is"):
+        import_blocks(NVFP4Cache(model.config, 128, "nvfp4-plain"), mine)
+    with pytest.raises(ValueError, match="90 tokens exceed max_cache_len=64"):
+        import_blocks(NVFP4Cache(model.config, 64), mine)
+    with pytest.raises(ValueError, match="it has 2 layers, the cache 3"):
+        import_blocks(NVFP4Cache(llama(num_hidden_layers=3).config, 128), mine)
+    with pytest.raises(ValueError, match="reset"):
+        import_blocks(prefilled(model), mine)
+
+
+def test_what_cannot_be_exported_is_named(model, monkeypatch):
+    cache = prefilled(model)
+    with pytest.raises(ValueError, match="must reach the row's end at 90, not 64"):
+        export_blocks(cache, "a", tokens=range(64))
+    with pytest.raises(ValueError, match="within the 90 that are stored"):
+        export_blocks(cache, "a", tokens=range(91), more=True)
+    with pytest.raises(ValueError, match="row 2 is not in use"):
+        export_blocks(cache, "a", rows=[2])
+    with pytest.raises(ValueError, match="nothing to hand over"):
+        export_blocks(NVFP4Cache(model.config), "a")
+    for half in (cache, NVFP4Cache(model.config, 128)):
+        with monkeypatch.context() as patch, pytest.raises(KeyError):
+            patch.setattr(model.model.layers[0].mlp, "forward", lambda x: {}["interrupted"])
+            decode(model, half)
+        with pytest.raises(RuntimeError, match="ended halfway"):
+            export_blocks(half, "a")

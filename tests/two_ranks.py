@@ -1,0 +1,85 @@
+"""What each of two processes does in `test_two_ranks.py`: `two_ranks.py FOLDER`, with the environment of torchrun.
+
+FOLDER has the models that the test saved; what a rank finds is saved there as `<rank>.pt`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hf_models import greedy, prompt
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from torch_fp4kv import Blocks, NVFP4Cache, export_blocks, import_blocks
+
+RECIPES = ("bf16", "nvfp4", "nvfp4-plain")
+
+
+def logits_of(model: Any, cache: NVFP4Cache, device: str = "cpu") -> torch.Tensor:
+    """A prompt of 70 tokens, then 6 one by one."""
+    ids = prompt(2, 76).to(device)
+    with torch.no_grad():
+        parts = [model(ids[:, :70], past_key_values=cache).logits[:, -1]]
+        parts += [model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(70, 76)]
+    return torch.stack(parts).cpu()
+
+
+def tensor_parallel(folder: Path, rank: int, device: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("two_heads", "one_head"):
+        config = AutoConfig.from_pretrained(folder / name)
+        if name == "one_head":
+            # transformers does not split fewer heads than ranks: both ranks compute K and V of that head.
+            plan = config.base_model_tp_plan.items()
+            config.base_model_tp_plan = {key: style for key, style in plan if not key.endswith((".k_proj", ".v_proj"))}
+        model = AutoModelForCausalLM.from_pretrained(folder / name, config=config, tp_plan="auto").eval()
+        # transformers' sdpa takes the number of query heads a KV head from the config, which is that of all ranks.
+        model.set_attn_implementation("fp4kv" if name == "one_head" else "sdpa")
+        for recipe in RECIPES:
+            cache = NVFP4Cache(model.config, 96, recipe, tp_rank=rank, tp_size=2)
+            found[f"{name} {recipe}"] = logits_of(model, cache, device)
+            found[f"{name} {recipe} heads"] = {n: t.cpu() for n, t in cache.layers[0].storage.tensors()}
+        cache = NVFP4Cache(model.config, 96, "bf16")
+        found[f"{name} tokens"] = model.generate(
+            prompt(2, 40).to(device), past_key_values=cache, disable_compile=True, **greedy(20)
+        ).cpu()
+    return found
+
+
+def hand_over(folder: Path, rank: int, device: str) -> dict[str, Any]:
+    """Rank 0 prefills and sends in two messages, rank 1 decodes."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "two_heads").eval().to(device)
+    ids = prompt(2, 76).to(device)
+    cache = NVFP4Cache(model.config, 96)
+    with torch.no_grad():
+        if rank == 0:
+            model(ids[:, :48], past_key_values=cache)
+            export_blocks(cache, "a", tokens=range(48), more=True).send(1)
+            model(ids[:, 48:70], past_key_values=cache)
+            export_blocks(cache, "a", tokens=range(48, 70)).send(1)
+        else:
+            import_blocks(cache, [Blocks.receive(0, device=device) for _ in range(2)])
+        steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(70, 76)]
+    return {"handed over": torch.stack(steps).cpu()}
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    device = "cpu"
+    if sys.argv[2] == "nccl":
+        device = f"cuda:{rank}"
+        torch.cuda.set_device(rank)
+    dist.init_process_group(sys.argv[2], device_id=torch.device(device) if device != "cpu" else None)
+    found = {**hand_over(folder, rank, device), **tensor_parallel(folder, rank, device)}
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -56,12 +56,29 @@ def models():
     return {"two_heads": llama(), "one_head": llama(num_key_value_heads=1)}
 
 
+@pytest.fixture(scope="module")
+def step():
+    """What one append and one attention take."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 6, 64)
+    words, scales = torch_fp4kv.quantize(torch.zeros(2, 4, 32, 64), 1.0)
+    return {
+        "cache": [words, scales, words.clone(), scales.clone()],
+        "scale": torch.rand(4) + 0.01,
+        "k": x,
+        "q": torch.randn(2, 8, 6, 64),
+        "slots": torch.arange(6) + torch.tensor([[0], [32]]),
+        "lengths": torch.tensor([6, 6], dtype=torch.int32),
+    }
+
+
 @pytest.fixture(
     scope="module",
     params=["gloo", pytest.param("nccl", marks=[pytest.mark.gpu, TWO_GPUS])],
 )
-def ranks(request, models, tmp_path_factory):
+def ranks(request, models, step, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
+    torch.save(step, folder / "step.pt")
     for name, model in models.items():
         model.save_pretrained(folder / name)
     return run(folder, request.param)
@@ -69,6 +86,16 @@ def ranks(request, models, tmp_path_factory):
 
 def test_decoding_after_a_hand_over_is_decoding_without_it(ranks):
     assert torch.equal(ranks[1]["handed over"], ranks[0]["handed over"])
+
+
+def test_ops_split_over_ranks_are_the_whole_ops(ranks, step):
+    cache, scale = [t.clone() for t in step["cache"]], step["scale"]
+    torch_fp4kv.append(*cache, step["k"], step["k"], step["slots"], scale, scale)
+    out = torch_fp4kv.attention(step["q"], *cache, scale, scale, step["lengths"])
+    for found in ranks:
+        *stored, attended = found["step"]
+        assert all(torch.equal(got, want) for got, want in zip(stored, cache))
+        torch.testing.assert_close(attended, out, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

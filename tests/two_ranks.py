@@ -13,9 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hf_models import greedy, prompt
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from torch_fp4kv import Blocks, NVFP4Cache, export_blocks, import_blocks
+from torch_fp4kv import (
+    Blocks,
+    NVFP4Cache,
+    append,
+    attention,
+    export_blocks,
+    import_blocks,
+    register_sharding,
+)
 
 RECIPES = ("bf16", "nvfp4", "nvfp4-plain")
 
@@ -68,6 +78,23 @@ def hand_over(folder: Path, rank: int, device: str) -> dict[str, Any]:
     return {"handed over": torch.stack(steps).cpu()}
 
 
+def ops_on_dtensors(folder: Path, rank: int, device: str) -> dict[str, Any]:
+    """One step of a cache that is split over both ranks."""
+    register_sharding()
+    mesh = init_device_mesh(device[:4], (2,))
+    given = torch.load(folder / "step.pt")
+
+    def place(tensor: torch.Tensor, placement: Any) -> Any:
+        return distribute_tensor(tensor.to(device), mesh, [placement])
+
+    cache = [place(t, Shard(1)) for t in given["cache"]]
+    scales = [place(given["scale"], Shard(0))] * 2
+    k, q = place(given["k"], Replicate()), place(given["q"], Shard(3))
+    append(*cache, k, k, place(given["slots"], Replicate()), *scales)
+    out = attention(q, *cache, *scales, place(given["lengths"], Replicate()))
+    return {"step": [t.full_tensor().cpu() for t in (*cache, out)]}
+
+
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     torch.set_num_threads(1)
@@ -76,7 +103,8 @@ def main() -> None:
         device = f"cuda:{rank}"
         torch.cuda.set_device(rank)
     dist.init_process_group(sys.argv[2], device_id=torch.device(device) if device != "cpu" else None)
-    found = {**hand_over(folder, rank, device), **tensor_parallel(folder, rank, device)}
+    parts = (hand_over, ops_on_dtensors, tensor_parallel)
+    found = {name: value for part in parts for name, value in part(folder, rank, device).items()}
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -41,6 +41,7 @@ __all__ = [
     "recipes",
     "register_attention",
     "register_recipe",
+    "register_sharding",
     "to_packed",
 ]
 
@@ -50,6 +51,13 @@ def register_attention() -> None:
     from .cache.attention_interface import register
 
     register()
+
+
+def register_sharding() -> None:
+    """Tells DTensor how the ops split over the ranks of a mesh; call it before the first op on a DTensor."""
+    from .sharding import register_sharding
+
+    register_sharding()
 
 
 def __getattr__(name: str) -> Any:

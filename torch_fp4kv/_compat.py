@@ -202,3 +202,18 @@ def while_loop(
     from torch._higher_order_ops.while_loop import while_loop_op
 
     return while_loop_op(more, step, carried, others)
+
+
+def register_sharding(op: Any, rule: Callable[..., Any]) -> None:
+    """Makes `rule` say how DTensor splits the overload `op`; see `torch.distributed.tensor.experimental`.
+
+    DTensor keeps what a rule said, by default for all keyword arguments alike, which here change the answer.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor.experimental import register_sharding
+
+    register_sharding(op)(rule)
+    names = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
+    known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    known[op] = RuntimeSchemaInfo(static_kwargkey=names, needs_pytree=True)

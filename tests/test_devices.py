@@ -1,0 +1,67 @@
+"""A model whose layers are on several devices: each layer's part of the cache is where its layer is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers")
+
+from hf_models import greedy, llama, prompt
+
+from torch_fp4kv import NVFP4Cache
+
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def devices(cache):
+    """Of each layer: where its storage, exact window and positions are."""
+    return [
+        {t.device.type for _, t in (*layer.storage.tensors(), *layer.positions.tensors())} for layer in cache.layers
+    ]
+
+
+@pytest.mark.parametrize("capacity", [None, 64], ids=["growing", "static"])
+def test_storage_and_positions_follow_the_layer(capacity):
+    """The meta device stands for the second one: it holds shapes, and mixing it with another is an error."""
+    cache = NVFP4Cache(llama().config, capacity, "k8v4")
+    places = ("cpu", "meta")
+    for tokens in (20, 1):
+        for layer, device in enumerate(places):
+            x = torch.randn(2, 2, tokens, 64, device=device)
+            key, value = cache.update(x, x.clone(), layer)
+            q = torch.randn(2, 4, tokens, 64, device=device)
+            out = F.scaled_dot_product_attention(q, key, value, is_causal=tokens > 1, enable_gqa=True)
+            assert (key.device.type, out.device.type) == (device, device)
+    assert devices(cache) == [{"cpu"}, {"meta"}]
+    assert [layer.leads for layer in cache.layers] == [True, True]
+    cache.crop(-1)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    assert devices(cache) == [{"cpu"}, {"meta"}]
+    assert [layer.positions.batch_size for layer in cache.layers] == [4, 4]
+    assert int(cache.get_seq_length()) == 20
+    cache.reset()
+    assert cache.is_empty
+
+
+@pytest.mark.gpu
+@TWO_GPUS
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+def test_two_gpus_give_the_tokens_of_one(recipe, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    llama(num_hidden_layers=4).save_pretrained(tmp_path)
+    layers = {f"model.layers.{i}": i // 2 for i in range(4)}
+    split = {"model.embed_tokens": 0, "model.rotary_emb": 0, **layers, "model.norm": 1, "lm_head": 1}
+    outputs = []
+    for device_map in ({"": 0}, split):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map).eval()
+        cache = NVFP4Cache(model.config, 128, recipe)
+        ids = prompt(tokens=40).cuda()
+        outputs.append(model.generate(ids, past_key_values=cache, disable_compile=True, **greedy(40)))
+        for i, layer in enumerate(cache.layers):
+            assert layer.storage.k_data.device.index == device_map.get(f"model.layers.{i}", 0)
+            assert layer.positions.lengths.device == layer.storage.k_data.device
+    assert torch.equal(outputs[0], outputs[1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ SMALLEST_NORMAL_BITS = 8
 
 _UNKNOWN = -1
 """`calls` of a layer that ran in compiled code, which does not count."""
+
+_DAMAGED = "an operation on the cache ended halfway, and rows or layers differ: reset() the cache"
 
 _GROWTH = 256
 """Tokens by which a growing cache is enlarged at least; it also grows by half, so copies stay amortised."""
@@ -61,13 +65,12 @@ class NVFP4Layer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates for the batch, heads, dtype and device of `key_states` and `value_states` `[B, H, n, ·]`."""
+        # Until all is there: an allocation that fails leaves buffers that do not go together.
+        self.is_initialized = False
         if self.storage.tokens == 0:
             self.storage.tokens = _round_up(key_states.shape[2])
         self.storage.allocate(key_states, value_states)
-        ring = self.storage.ring_size(self.storage.recipe)
-        positions, new = self.cache.positions_for(key_states.shape[0], self.max_cache_len, ring, key_states.device)
-        self.leads = new or (self.leads and positions is self.positions)
-        self.positions = positions
+        self.cache.set_positions(self, key_states.shape[0], key_states.device)
         self.device = key_states.device
         self.dtype = self.storage.dtype
         self.batch_size = key_states.shape[0]
@@ -82,7 +85,7 @@ class NVFP4Layer(CacheLayerMixin):
 
         Raises:
             ValueError: the tokens don't fit, or shapes don't go with what is stored; nothing was written.
-            RuntimeError: a gradient would be recorded, or an earlier call of the model ended halfway.
+            RuntimeError: a gradient would be recorded, or an earlier call ended halfway.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError(
@@ -100,10 +103,15 @@ class NVFP4Layer(CacheLayerMixin):
         if self.leads:
             self.positions.check_room(num_new)
         self._check_turn(self.positions)
+        if self.max_cache_len is None and not self.is_sliding:
+            length = self.positions.host_length + (num_new if self.leads else 0)
+            if length > self.storage.tokens:
+                self.storage.grow(_round_up(max(length, self.storage.tokens * 3 // 2)))
         if self.leads:
+            # Counted first: whatever ends this call from here on, the next one sees that it did.
+            if self.positions.calls != _UNKNOWN:
+                self.positions.calls += 1
             self.positions.advance(num_new)
-        if self.max_cache_len is None and not self.is_sliding and self.positions.host_length > self.storage.tokens:
-            self.storage.grow(_round_up(max(self.positions.host_length, self.storage.tokens * 3 // 2)))
         update = self.storage.write(key_states, value_states, self.positions)
         if self.calls != _UNKNOWN:
             self.calls += 1
@@ -114,19 +122,22 @@ class NVFP4Layer(CacheLayerMixin):
     def _outgrown(self, k: Tensor, v: Tensor) -> bool:
         """The buffers don't do for K and V like `k` and `v`: more rows, another device, a dtype of more values."""
         dtype = torch.promote_types(torch.promote_types(k.dtype, v.dtype), self.storage.dtype)
-        return k.shape[0] > self.storage.batch_size or k.device != self.device or dtype != self.storage.dtype
+        assert self.positions is not None
+        rows = min(self.storage.batch_size, self.positions.batch_size)
+        return k.shape[0] > rows or k.device != self.device or dtype != self.storage.dtype
 
     def _check_turn(self, positions: Positions) -> None:
         """Raises RuntimeError unless each layer before this one stored these tokens, and this one all earlier ones."""
+        if self.cache.damaged:
+            raise RuntimeError(_DAMAGED)
         if torch.compiler.is_compiling():
             self.calls = positions.calls = _UNKNOWN
         if self.calls == _UNKNOWN or positions.calls == _UNKNOWN:
             return
-        if self.leads:
-            positions.calls += 1
-        if self.calls + 1 != positions.calls:
+        before = positions.calls - (not self.leads)
+        if self.calls != before:
             raise RuntimeError(
-                f"this layer stored tokens {self.calls} times before, the first layer {positions.calls - 1} times: a "
+                f"this layer stored tokens {self.calls} times before, the first layer {before} times: a "
                 "call of the model ended halfway (reset() the cache), or the model stores twice a layer (an "
                 "encoder-decoder takes EncoderDecoderCache(NVFP4Cache(config), DynamicCache()))"
             )
@@ -232,6 +243,7 @@ class NVFP4Cache(Cache):
         self._starts: Tensor | None = None
         self._positions: dict[tuple[torch.device, int], Positions] = {}
         self._saturation_reported = False
+        self.damaged = False
         self.shard = Shard(tp_rank, tp_size)
         config = config.get_text_config(decoder=True)
         self._configured_kv_heads = configured_kv_heads(config)
@@ -245,18 +257,19 @@ class NVFP4Cache(Cache):
         ]
         super().__init__(layers=layers)
 
-    def positions_for(
-        self, batch: int, capacity: int | None, ring: int, device: torch.device
-    ) -> tuple[Positions, bool]:
-        """The positions that layers on `device` with such a ring share, and whether the caller is the layer that
-        advances them: the one that asks first."""
-        key = (device, ring)
-        known = self._positions.get(key)
+    def set_positions(self, layer: NVFP4Layer, batch: int, device: torch.device) -> None:
+        """Gives `layer` the positions that layers on `device` with such a ring share, for `batch` rows or more; the
+        layer that asks first leads, that is advances them."""
+        ring = LayerStorage.ring_size(layer.storage.recipe)
+        known = self._positions.get((device, ring))
         if known is not None and known.batch_size >= batch:
-            return known, False
-        self._positions[key] = Positions(batch, capacity, ring, device)
-        self._apply_padding(self._positions[key])
-        return self._positions[key], True
+            layer.leads = layer.leads and known is layer.positions
+            layer.positions = known
+            return
+        positions = Positions(batch, layer.max_cache_len, ring, device)
+        self._apply_padding(positions)
+        layer.leads, layer.positions = True, positions
+        self._positions[device, ring] = positions
 
     def all_positions(self) -> list[Positions]:
         """Each distinct set of positions: one for every device and ring size."""
@@ -277,6 +290,8 @@ class NVFP4Cache(Cache):
         if row not in self.rows:
             raise ValueError(f"row {row} is not in use; rows in use: {self.rows}")
         storing = self.layers[: self._num_storing]
+        if self.damaged:
+            raise RuntimeError(_DAMAGED)
         if any(layer.storage.empty for layer in storing) or len({layer.calls for layer in storing} - {_UNKNOWN}) > 1:
             raise RuntimeError("a call of the model ended halfway, and layers hold different tokens: reset() the cache")
 
@@ -370,6 +385,7 @@ class NVFP4Cache(Cache):
         """Empties the cache; buffers and their addresses stay, scales are chosen anew."""
         super().reset()
         self._starts = None
+        self.damaged = False
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """As `NVFP4Layer.update`, for layer `layer_idx`."""
@@ -402,7 +418,31 @@ class NVFP4Cache(Cache):
                     f"layer {index} keeps its last {layer.sliding_window} + {RING_SLACK} tokens, so at most "
                     f"{RING_SLACK} can be dropped, got {-tokens_to_remove}; nothing was dropped"
                 )
-        super().crop(tokens_to_remove)
+        with self._changing():
+            super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes the old row `beam_idx[i]`."""
+        with self._changing():
+            super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps rows `indices` (int64), in that order."""
+        with self._changing():
+            super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows, next to each other."""
+        with self._changing():
+            super().batch_repeat_interleave(repeats)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Marks the cache as damaged unless the body comes to its end."""
+        was = self.damaged
+        self.damaged = True
+        yield
+        self.damaged = was
 
     def nbytes(self) -> int:
         """Bytes of all layers' state, exact copies included."""

@@ -55,6 +55,7 @@ class NVFP4KVCache(nn.Module):
         ring = LayerStorage.ring_size(recipe)
         self.positions = Positions(max_batch_size, max_seq_length, ring, like.device)
         self._rows = max_batch_size
+        self._writing = False
 
     def update(self, input_pos: Tensor | None, k: Tensor, v: Tensor) -> tuple[Any, Any]:
         """Stores `k` `[B, H, n, D]` and `v` `[B, H, n, Dv]` in place and returns handles for both.
@@ -66,18 +67,22 @@ class NVFP4KVCache(nn.Module):
         Raises:
             ValueError: the tokens don't fit, don't continue the row, or are of other heads or rows; nothing was
                 written.
-            RuntimeError: a gradient would be recorded.
+            RuntimeError: a gradient would be recorded, or an earlier call ended halfway.
         """
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise RuntimeError("a quantised KV cache is for inference; call the model under torch.no_grad()")
+        if self._writing:
+            raise RuntimeError("an earlier call ended halfway: reset() the cache")
         rows, num_new = k.shape[0], k.shape[2]
         self.storage.check(k, v, min(rows, self.storage.batch_size) if self.storage.empty else self._rows)
         self._rows = rows
         self.positions.check_room(num_new)
         if input_pos is not None:
             self._check_positions(input_pos, num_new)
+        self._writing = True
         self.positions.advance(num_new)
         update = self.storage.write(k, v, self.positions)
+        self._writing = False
         return KVHandle(update, k.shape[0], is_key=True), KVHandle(update, k.shape[0], is_key=False)
 
     def _check_positions(self, input_pos: Tensor, num_new: int) -> None:
@@ -112,6 +117,7 @@ class NVFP4KVCache(nn.Module):
         """Empties the cache; buffers and their addresses stay."""
         self.storage.empty = True
         self.positions.reset()
+        self._writing = False
 
     def _apply(self, fn: Any, recurse: bool = True) -> NVFP4KVCache:
         """`to` and its kin move the cache; its dtypes are part of the format and stay."""

@@ -130,9 +130,10 @@ class PagedNVFP4Cache:
         self._pages: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
         self._capacity = max_cache_len
-        # Rows whose next token `step` made room for; `stepped` until the model has stored them.
+        # Rows whose next token `step` made room for; `stepped` until the model's first layer stores it, `storing` from
+        # then until the last one has.
         self._stepping: list[int] = []
-        self._stepped = False
+        self._stepped = self._storing = False
         # Rows whose prefill began and did not reach the last layer.
         self._unfinished: set[int] = set()
         # Of rows that came from another machine, the name they came under.
@@ -184,6 +185,8 @@ class PagedNVFP4Cache:
                 self._free_pages.append(page)
         del self._lengths[row]
         self._unfinished.discard(row)
+        if row in self._stepping:
+            self._stepping.remove(row)
         self._transfers.pop(row, None)
         for positions in self._positions.values():
             positions.active[row] = 0
@@ -193,9 +196,9 @@ class PagedNVFP4Cache:
         """A new sequence with the tokens of `row`: pages are shared, and copied only where one of the two writes.
 
         Raises:
-            RuntimeError: all rows are in use.
+            RuntimeError: all rows are in use, or a call of the model with `row` ended halfway.
         """
-        self._check_row(row)
+        self.check_whole(row)
         new = self.admit()
         self._pages[new], self._lengths[new] = list(self._pages[row]), self._lengths[row]
         for page in self._pages[new]:
@@ -234,10 +237,11 @@ class PagedNVFP4Cache:
                 raise ValueError(f"row {row} is named twice; a step takes one token of each row")
             if self._lengths[row] == 0:
                 raise ValueError(f"row {row} has no prompt yet: prefill it with pool.row({row}) first")
+        if self._storing:
+            self._unfinished.update(self._stepping)
         for row in self._stepping if self._stepped else ():
-            if row in self._lengths:
-                self._lengths[row] -= 1
-        self._stepped = False
+            self._lengths[row] -= 1
+        self._stepping, self._stepped, self._storing = [], False, False
         self.reserve(dict.fromkeys(rows, 1))
         active = torch.zeros(self.max_rows, dtype=torch.int32)
         active[list(rows)] = 1
@@ -259,7 +263,7 @@ class PagedNVFP4Cache:
             if length + count > self._capacity:
                 raise ValueError(f"row {row}: {count} tokens after {length} exceed max_cache_len={self._capacity}")
             shared = bool(length % self.page_size) and self._references[pages[length // self.page_size]] > 1
-            wanted[row] = (-(-(length + count) // self.page_size) - len(pages), shared)
+            wanted[row] = (max(0, -(-(length + count) // self.page_size) - len(pages)), shared)
         # Two rows that share one partial page need one copy fewer than this counts; the pool is never overdrawn.
         needed = sum(new + shared for new, shared in wanted.values())
         if needed > self.free_pages:
@@ -278,8 +282,8 @@ class PagedNVFP4Cache:
     def check_whole(self, row: int) -> None:
         """Raises ValueError if `row` is not in use, and RuntimeError if its layers hold different tokens."""
         self._check_row(row)
-        if row in self._unfinished:
-            raise RuntimeError(f"a prefill of row {row} ended halfway, and its layers differ: free it")
+        if row in self._unfinished or (self._storing and row in self._stepping):
+            raise RuntimeError(f"a call of the model with row {row} ended halfway, and its layers differ: free it")
 
     def admit_transfer(self, transfer: str, rows: int, tokens: int) -> list[int]:
         """Takes `rows` free rows with room for `tokens` tokens each, which come from elsewhere under this name.
@@ -378,12 +382,12 @@ class _PagedLayer(CacheLayerMixin):
         if self.row is not None:
             if self.index == 0:
                 pool.reserve({self.row: num_new})
-                pool._lengths[self.row] += num_new
                 pool._unfinished.add(self.row)
+                pool._lengths[self.row] += num_new
             base, storage = storage, storage.rows(self.row, empty=pool._lengths[self.row] == num_new)
             if self.leads:
                 self.positions.advance(num_new)
-            if not base.frozen:
+            if not base.frozen and num_new:
                 base.calibrate(key_states.to(base.dtype), value_states.to(base.dtype), self.positions)
                 base.frozen = True
                 storage = base.rows(self.row, empty=storage.empty)
@@ -391,12 +395,15 @@ class _PagedLayer(CacheLayerMixin):
             if self.index == 0:
                 if num_new != 1 or not pool._stepped:
                     raise RuntimeError("the batch takes one token a row after each pool.step(rows); prompts go by row")
-                pool._stepped = False
+                pool._stepped, pool._storing = False, True
             if self.leads:
                 self.positions.advance(num_new)
         update = storage.write(key_states, value_states, self.positions)
-        if self.row is not None and self.index == len(pool.layers) - 1:
-            pool._unfinished.discard(self.row)
+        if self.index == len(pool.layers) - 1:
+            if self.row is None:
+                pool._storing = False
+            else:
+                pool._unfinished.discard(self.row)
         batch = key_states.shape[0]
         return KVHandle(update, batch, is_key=True), KVHandle(update, batch, is_key=False)
 

@@ -226,11 +226,13 @@ class Positions:
 
     def select(self, rows: Tensor) -> None:
         """Keeps rows `rows` (int64 `[B']`), in that order; in place where the number of rows stays."""
-        for name in ("lengths", "starts", "held_from", "exact_from", "exact_before", "longest"):
-            old = getattr(self, name)
-            new = old.index_select(0, rows)
-            if new.shape == old.shape:
-                old.copy_(new)
-            else:
-                setattr(self, name, allocate(tuple(new.shape), torch.int32, old.device).copy_(new))
+        names = ("lengths", "starts", "held_from", "exact_from", "exact_before", "longest")
+        selected = {name: getattr(self, name).index_select(0, rows) for name in names}
+        if len(rows) == self.batch_size:
+            for name, new in selected.items():
+                getattr(self, name).copy_(new)
+        else:
+            # In one step, so that an interrupt cannot leave tensors of different numbers of rows.
+            device = self.lengths.device
+            vars(self).update({n: allocate((len(rows),), torch.int32, device).copy_(t) for n, t in selected.items()})
         self._slots.clear()

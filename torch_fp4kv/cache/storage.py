@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -87,8 +88,9 @@ class LayerStorage:
         self.dtype = torch.promote_types(k.dtype, v.dtype)
         self.k_data, self.k_scales = self._data(recipe.k_format, k)
         self.v_data, self.v_scales = self._data(recipe.v_format, v)
-        self.k_global = allocate((heads,), torch.float32, device)
-        self.v_global = allocate((heads,), torch.float32, device)
+        # A scale that can be read before one is chosen.
+        self.k_global = allocate((heads,), torch.float32, device).fill_(1)
+        self.v_global = allocate((heads,), torch.float32, device).fill_(1)
         ring = self.ring_size(recipe)
         if ring or recipe.num_sink_tokens:
             slots = recipe.num_sink_tokens + ring + 1
@@ -237,7 +239,7 @@ class LayerStorage:
             history=not self.empty,
             before=self._clone_rings(batch) if exact and not self.empty else None,
         )
-        if self.empty and not self.frozen:
+        if self.empty and not self.frozen and num_new:
             self.calibrate(k, v, positions)
         slots, exact_slots = positions.slots(batch, num_new, self.tokens, self.recipe.num_sink_tokens)
         if num_new > self.tokens and positions.block_table is None:
@@ -266,7 +268,8 @@ class LayerStorage:
             scale_rule=self.recipe.scale_rule,
             v_scale_layout=self.v_scale_layout,
         )
-        self.empty = False
+        if num_new:
+            self.empty = False
         return update
 
     def calibrate(self, k: Tensor, v: Tensor, positions: Positions) -> None:
@@ -331,9 +334,7 @@ class LayerStorage:
                 grown[name] = allocate((batch, heads, tokens, dim), old.dtype, old.device)
         for name, new in grown.items():
             new[:, :, : self.tokens].copy_(getattr(self, name))
-        for name, new in grown.items():
-            setattr(self, name, new)
-        self.tokens = tokens
+        self._replace(tokens=tokens, **grown)
 
     def select(self, rows: Tensor) -> None:
         """Keeps rows `rows` (int64 `[B']`), in that order; in place where the number of rows stays."""
@@ -342,17 +343,26 @@ class LayerStorage:
             old = getattr(self, name)
             if old is not None:
                 selected[name] = old.index_select(0, rows.to(old.device))
-        for name, new in selected.items():
-            old = getattr(self, name)
-            if new.shape == old.shape:
-                old.copy_(new)
-            else:
-                setattr(self, name, allocate(tuple(new.shape), new.dtype, new.device).copy_(new))
+        if len(rows) == self.batch_size:
+            for name, new in selected.items():
+                getattr(self, name).copy_(new)
+            return
+        self._replace(
+            **{name: allocate(tuple(new.shape), new.dtype, new.device).copy_(new) for name, new in selected.items()}
+        )
 
     def to(self, device: torch.device | str) -> None:
         """Moves all state."""
-        for name, tensor in list(self.tensors()):
-            setattr(self, name, allocate(tuple(tensor.shape), tensor.dtype, torch.device(device)).copy_(tensor))
+        self._replace(
+            **{
+                name: allocate(tuple(tensor.shape), tensor.dtype, torch.device(device)).copy_(tensor)
+                for name, tensor in self.tensors()
+            }
+        )
+
+    def _replace(self, **attributes: Any) -> None:
+        """Sets all attributes in one step, so that an interrupt cannot leave buffers that do not go together."""
+        vars(self).update(attributes)
 
 
 def _calibrated(numbers: Matrix | tuple[tuple[int, ...], ...] | None, shape: tuple[int, int], name: str) -> Tensor:

@@ -164,6 +164,22 @@ def test_between_a_pool_and_a_cache(model):
     torch.testing.assert_close(decode(model, cache, batch=1)[:, 0, -1], want, rtol=1e-5, atol=1e-5)
 
 
+def test_v_s_scales_in_the_order_of_sm100(model):
+    """They travel in linear order; block scales of a linear pool may be too large for readers of the other."""
+    sender = pool_of(model, 16, "nvfp4-plain", v_scale_layout="4token")
+    blocks = export_blocks(sender, "a", [prefill_row(model, sender)])
+    want = decode_row(model, sender, 0)
+    for layout in ("4token", "linear"):
+        receiver = pool_of(model, 32, "nvfp4-plain", v_scale_layout=layout)
+        assert import_blocks(receiver, blocks) == [0]
+        assert torch.equal(decode_row(model, receiver, 0), want)
+        again = export_blocks(receiver, "b", [0], range(90), more=True)
+        assert torch.equal(again.tensors()["layers.1.v_scales"].float(), blocks.tensors()["layers.1.v_scales"].float())
+    linear = export_blocks(prefilled(model, recipe="nvfp4-plain"), "a")
+    with pytest.raises(ValueError, match="larger than the 4-token layout"):
+        import_blocks(pool_of(model, 32, "nvfp4-plain", v_scale_layout="4token"), linear)
+
+
 def test_a_pool_takes_no_other_scales(model):
     pool = pool_of(model)
     prefill_row(model, pool)

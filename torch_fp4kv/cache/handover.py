@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.format.layout import from_packed, to_packed
+from ..ops.format.layout import from_packed, to_packed, v_scales_from_4token, v_scales_to_4token
 from ..recipe import Recipe
 from .blocks import Blocks
 from .contents import Contents, make_room
@@ -155,6 +155,7 @@ class _Layer:
             "sizes": [storage.head_dim, storage.v_head_dim],
             "dtype": str(storage.dtype).removeprefix("torch."),
             "rotated": storage.rotated,
+            "v_scale_layout": storage.v_scale_layout,
             "first": first,
         }
         pages, offsets = self._slots(index, first, tokens.stop)
@@ -164,9 +165,14 @@ class _Layer:
             found = data[pages, :, offsets].transpose(1, 2).contiguous()
             tensors[f"{name}_data"] = to_packed(found) if scales is not None else found
             if scales is not None:
-                tensors[f"{name}_scales"] = scales[pages, :, offsets].transpose(1, 2).contiguous()
-                if getattr(storage.recipe, f"{name}_format") == "nvfp4":
-                    tensors[f"{name}_scales"] = tensors[f"{name}_scales"].view(torch.float8_e4m3fn)
+                if name == "v" and storage.v_scale_layout == "4token":
+                    used, place = pages.unique(return_inverse=True)
+                    found = v_scales_from_4token(scales[used])[place, :, offsets]
+                else:
+                    found = scales[pages, :, offsets]
+                found = found.transpose(1, 2).contiguous()
+                is_e4m3 = getattr(storage.recipe, f"{name}_format") == "nvfp4"
+                tensors[f"{name}_scales"] = found.view(torch.float8_e4m3fn) if is_e4m3 else found
         if last:
             for name in _HEAD_TENSORS:
                 if getattr(storage, name) is not None:
@@ -197,8 +203,14 @@ class _Layer:
             new = tensors[f"{name}_data"] if scales is None else from_packed(tensors[f"{name}_data"])
             data[pages, target, offsets] = new[:, source].transpose(1, 2).to(data.device)
             if scales is not None:
-                new = tensors[f"{name}_scales"].view(torch.uint8)
-                scales[pages, target, offsets] = new[:, source].transpose(1, 2).to(data.device)
+                new = tensors[f"{name}_scales"].view(torch.uint8)[:, source].transpose(1, 2).to(data.device)
+                if name == "v" and storage.v_scale_layout == "4token":
+                    used, place = pages.unique(return_inverse=True)
+                    linear = v_scales_from_4token(scales[used])
+                    linear[place, target, offsets] = new
+                    scales[used] = v_scales_to_4token(linear)
+                else:
+                    scales[pages, target, offsets] = new
         if message.more:
             return
         storage.set_rotated(facts["rotated"])
@@ -370,6 +382,8 @@ def _check_goes_with(cache: NVFP4Cache | PagedNVFP4Cache, ranks: list[list[_Mess
                 raise ValueError(f"{what}: layer {index} has {total} KV heads, the cache's {cache.num_kv_heads}")
         else:
             _contents(cache, index, last).check(repr(last.transfer))
+        if storage.v_scale_layout == "4token" != facts["v_scale_layout"]:
+            raise ValueError(f"{what}: its block scales may be larger than the 4-token layout's readers can take")
         for key, value in own.items():
             if facts[key] != value:
                 raise ValueError(f"{what}: {key} of layer {index} is {facts[key]}, the cache's {value}")

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from hf_models import greedy, llama, prompt
 
-from torch_fp4kv import NVFP4Cache, Recipe, get_recipe, recipes, register_recipe
+from torch_fp4kv import NVFP4Cache, NVFP4KVCache, PagedNVFP4Cache, Recipe, get_recipe, recipes, register_recipe
 
 RECIPES = pytest.mark.parametrize("recipe", ["bf16", "nvfp4-plain", "nvfp4", "k8v4"])
 CAPACITIES = pytest.mark.parametrize("capacity", [None, 64], ids=["growing", "static"])
@@ -322,3 +322,24 @@ def test_padding_said_twice_is_the_second(model):
     cache.set_padding(torch.ones(2, 30))
     assert cache.layers[0].positions.starts.tolist() == [0, 0]
     assert not cache.layers[0].positions.padded
+
+
+def test_a_cache_describes_itself(model):
+    cache = NVFP4Cache(model.config, 64, layers={1: "bf16"})
+    kept = "K nvfp4, V nvfp4, first 4 and last 64 exact | K exact, V exact"
+    assert repr(cache) == f"NVFP4Cache(2 layers, {kept}; max_cache_len=64, empty, 0.00 MiB)"
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache)
+    assert repr(cache) == f"NVFP4Cache(2 layers, {kept}; max_cache_len=64, 2 rows of 30 tokens, {mebibytes(cache)} MiB)"
+    assert repr(NVFP4Cache(model.config, recipe="fp8")).startswith("NVFP4Cache(2 layers, K fp8, V fp8; growing, empty")
+    pool = PagedNVFP4Cache(model.config, 8, max_rows=3, max_cache_len=64, page_size=16, recipe="k8v4", exact_window=0)
+    pool.admit()
+    kept = "K fp8, V nvfp4, first 4 and last 0 exact"
+    pages = f"8 pages of 16 tokens, 8 free, 1 of 3 rows in use, {mebibytes(pool)} MiB"
+    assert repr(pool) == f"PagedNVFP4Cache(2 layers, {kept}; {pages})"
+    module = NVFP4KVCache(2, 64, 2, 64, recipe="fp8")
+    assert repr(module) == f"NVFP4KVCache(K fp8, V fp8; 0 of 64 tokens, 2 rows, {mebibytes(module)} MiB)"
+
+
+def mebibytes(cache):
+    return f"{cache.nbytes() / 2**20:.2f}"

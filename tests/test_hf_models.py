@@ -156,25 +156,81 @@ def test_an_unknown_layer_type_is_named():
         NVFP4Cache(config, 64)
 
 
-@pytest.fixture(scope="module")
-def bart():
+def encoder_decoder(name: str) -> tuple[Any, torch.Tensor, dict[str, Any]]:
+    """A model, what its encoder reads (over a hundred states, more than the exact window), and `generate` options."""
     torch.manual_seed(0)
-    sizes = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in (("layers", 2), ("ffn_dim", 64))}
+    sizes = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 64))}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    tokens = {"vocab_size": 64, "pad_token_id": 0, "decoder_start_token_id": 1, "forced_eos_token_id": None}
-    config = transformers.BartConfig(d_model=128, init_std=0.2, **sizes, **heads, **tokens)
-    return transformers.BartForConditionalGeneration(config).eval()
+    tokens = {"vocab_size": 64, "pad_token_id": 0, "decoder_start_token_id": 1}
+    if name == "Bart":
+        tokens["forced_eos_token_id"] = None
+        config = transformers.BartConfig(d_model=128, init_std=0.2, **sizes, **heads, **tokens)
+        return transformers.BartForConditionalGeneration(config).eval(), prompt(tokens=120), greedy(12)
+    if name == "Whisper":
+        audio = {"num_mel_bins": 8, "max_source_positions": 120, "max_target_positions": 64}
+        special = {"bos_token_id": 1, "eos_token_id": 2, "suppress_tokens": None, "begin_suppress_tokens": None}
+        config = transformers.WhisperConfig(d_model=128, init_std=0.2, **audio, **sizes, **heads, **tokens, **special)
+        model = transformers.WhisperForConditionalGeneration(config).eval()
+        return model, torch.randn(2, 8, 240), {"max_new_tokens": 12, "do_sample": False}
+    config = transformers.T5Config(**tokens, d_model=128, d_kv=32, d_ff=64, num_layers=2, num_heads=4)
+    return transformers.T5ForConditionalGeneration(config).eval(), prompt(tokens=120), greedy(12)
+
+
+@pytest.fixture(scope="module", params=["Bart", "Whisper", "T5"])
+def translator(request):
+    return encoder_decoder(request.param)
 
 
 @pytest.mark.parametrize("capacity", [None, 64], ids=["growing", "static"])
-def test_the_decoder_of_an_encoder_decoder(bart, capacity):
-    own = NVFP4Cache(bart.config, capacity, "bf16")
+def test_the_decoder_of_an_encoder_decoder(translator, capacity):
+    model, source, options = translator
+    own = NVFP4Cache(model.config, capacity, "bf16")
     cache = transformers.EncoderDecoderCache(own, transformers.DynamicCache())
-    got = bart.generate(prompt(), past_key_values=cache, **greedy(8))
-    assert torch.equal(got, bart.generate(prompt(), **greedy(8)))
+    got = model.generate(source, past_key_values=cache, **options)
+    assert torch.equal(got, model.generate(source, **options))
 
 
-def test_an_encoder_decoder_is_not_given_one_cache_for_both(bart):
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "nvfp4-plain"])
+def test_what_the_encoder_says_is_stored_once(translator, recipe):
+    """Cross-attention reads what its first call quantised: the tokens of dequantised tensors, or of the model's own
+    caches where nothing is quantised."""
+    model, source, options = translator
+
+    def run(materialize):
+        own, cross = (NVFP4Cache(model.config, None, recipe, materialize) for _ in range(2))
+        cache = transformers.EncoderDecoderCache(own, cross)
+        out = model.generate(source, past_key_values=cache, **options)
+        assert [layer.calls for layer in cross.layers] == [1, 1]
+        assert int(cross.get_seq_length()) == 120
+        assert min(layer.calls for layer in own.layers) > 5
+        return out
+
+    got = run(materialize=False)
+    assert torch.equal(got, model.generate(source, **options) if recipe == "bf16" else run(materialize=True))
+
+
+def test_an_encoder_decoder_is_not_given_one_cache_for_both():
     """It would store what the encoder says behind its own tokens."""
-    with pytest.raises(RuntimeError, match=r"takes EncoderDecoderCache\(NVFP4Cache\(config\), DynamicCache\(\)\)"):
-        bart.generate(prompt(tokens=8), past_key_values=NVFP4Cache(bart.config), **greedy(8))
+    model, source, options = encoder_decoder("Bart")
+    with pytest.raises(RuntimeError, match=r"EncoderDecoderCache\(NVFP4Cache\(config\), NVFP4Cache\(config\)\)"):
+        model.generate(source[:, :8], past_key_values=NVFP4Cache(model.config), **options)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3"])
+def test_latent_attention_takes_tensors_or_is_refused(name):
+    """MLA computes K and V from what is cached, so it needs tensors."""
+    torch.manual_seed(0)
+    latent = {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    experts = {"first_k_dense_replace": 2, "n_routed_experts": 4, "moe_intermediate_size": 32, "pad_token_id": 0}
+    sizes = {**COMMON, "num_key_value_heads": 4, "head_dim": 16}
+    config = getattr(transformers, f"{name}Config")(**sizes, **latent, **experts)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    ids = prompt(tokens=40)
+    want = model.generate(ids, **greedy(12))
+    for capacity in (None, 128):
+        cache = NVFP4Cache(config, capacity, "bf16", materialize=True)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **greedy(12)), want)
+        cache = NVFP4Cache(config, capacity, "nvfp4", materialize=True)
+        assert (model.generate(ids, past_key_values=cache, **greedy(12)) == want).float().mean() > 0.9
+    with pytest.raises(TypeError, match=r"linear is not supported.*materialize=True"):
+        model.generate(ids, past_key_values=NVFP4Cache(config), **greedy(12))

@@ -19,7 +19,7 @@ from . import attention_interface, serialize
 from .handle import KVHandle
 from .positions import RING_SLACK, Positions
 from .shard import Shard
-from .storage import LayerStorage
+from .storage import LayerStorage, Update
 
 attention_interface.register()
 
@@ -48,7 +48,7 @@ class NVFP4Layer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, cache: NVFP4Cache, recipe: Recipe, max_cache_len: int | None, sliding_window: int = -1) -> None:
-        super().__init__()
+        self.is_initialized = False
         self.cache = cache
         self.max_cache_len = max_cache_len
         self.sliding_window = sliding_window
@@ -59,6 +59,7 @@ class NVFP4Layer(CacheLayerMixin):
             tokens = min(tokens or sliding_window + RING_SLACK, sliding_window + RING_SLACK)
         self.storage = LayerStorage(recipe, tokens, sliding_window)
         self.positions: Positions | None = None
+        self._view: Update | None = None
         self.leads = False
         # Updates since the last reset, to be as many in each layer.
         self.calls = 0
@@ -119,6 +120,31 @@ class NVFP4Layer(CacheLayerMixin):
             return update.keys()[:batch], update.values()[:batch]
         return KVHandle(update, batch, is_key=True), KVHandle(update, batch, is_key=False)
 
+    @property
+    def keys(self) -> Any:
+        """K of all that is stored, as `update` returns it: what cross-attention reads after its first call. None while
+        the layer is empty."""
+        whole = self._whole()
+        if whole is None or not self.cache.materialize:
+            return whole and KVHandle(whole, self.batch_size, is_key=True)
+        return whole.keys()[: self.batch_size]
+
+    @property
+    def values(self) -> Any:
+        """V, as `keys`."""
+        whole = self._whole()
+        if whole is None or not self.cache.materialize:
+            return whole and KVHandle(whole, self.batch_size, is_key=False)
+        return whole.values()[: self.batch_size]
+
+    def _whole(self) -> Update | None:
+        """The view of queries that are not among the tokens stored; the same one for K and V."""
+        if self.storage.empty or self.positions is None:
+            return None
+        if self._view is None or self._view.positions is not self.positions:
+            self._view = Update(self.storage, self.positions, 0, None, None, history=True, before=None)
+        return self._view
+
     def _outgrown(self, k: Tensor, v: Tensor) -> bool:
         """The buffers don't do for K and V like `k` and `v`: more rows, another device, a dtype of more values."""
         dtype = torch.promote_types(torch.promote_types(k.dtype, v.dtype), self.storage.dtype)
@@ -139,7 +165,7 @@ class NVFP4Layer(CacheLayerMixin):
             raise RuntimeError(
                 f"this layer stored tokens {self.calls} times before, the first layer {before} times: a "
                 "call of the model ended halfway (reset() the cache), or the model stores twice a layer (an "
-                "encoder-decoder takes EncoderDecoderCache(NVFP4Cache(config), DynamicCache()))"
+                "encoder-decoder takes EncoderDecoderCache(NVFP4Cache(config), NVFP4Cache(config)))"
             )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -256,6 +282,14 @@ class NVFP4Cache(Cache):
             for index, (kind, window) in enumerate(kinds)
         ]
         super().__init__(layers=layers)
+
+    def __repr__(self) -> str:
+        kept = " | ".join(dict.fromkeys(layer.storage.description for layer in self.layers))
+        capacity = self.layers[0].max_cache_len
+        room = "growing" if capacity is None else f"max_cache_len={capacity}"
+        held = f"{len(self.rows)} rows of {int(self.get_seq_length())} tokens" if self.rows else "empty"
+        held = "damaged, reset() it" if self.damaged else held
+        return f"NVFP4Cache({len(self.layers)} layers, {kept}; {room}, {held}, {self.nbytes() / 2**20:.2f} MiB)"
 
     def set_positions(self, layer: NVFP4Layer, batch: int, device: torch.device) -> None:
         """Gives `layer` the positions that layers on `device` with such a ring share, for `batch` rows or more; the

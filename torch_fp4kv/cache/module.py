@@ -131,6 +131,11 @@ class NVFP4KVCache(nn.Module):
         """Bytes of all state."""
         return self.storage.nbytes()
 
+    def extra_repr(self) -> str:
+        rows, held = self._rows, int(self.positions.lengths.max())
+        kept = self.storage.description
+        return f"{kept}; {held} of {self.positions.capacity} tokens, {rows} rows, {self.nbytes() / 2**20:.2f} MiB"
+
     def forward(self, input_pos: Tensor | None, k: Tensor, v: Tensor) -> tuple[Any, Any]:
         """`update`, as litgpt calls it."""
         return self.update(input_pos, k, v)

@@ -141,6 +141,12 @@ class PagedNVFP4Cache:
         attention_interface.register()
         self.batch = _PagedBatch(self, None)
 
+    def __repr__(self) -> str:
+        kept = " | ".join(dict.fromkeys(layer.description for layer in self.layers))
+        pages = f"{len(self._references)} pages of {self.page_size} tokens, {self.free_pages} free"
+        rows = f"{len(self.rows)} of {self.max_rows} rows in use"
+        return f"PagedNVFP4Cache({len(self.layers)} layers, {kept}; {pages}, {rows}, {self.nbytes() / 2**20:.2f} MiB)"
+
     @property
     def free_pages(self) -> int:
         """Pages that no sequence holds."""

@@ -208,6 +208,15 @@ class LayerStorage:
         """Bytes of all state."""
         return sum(t.numel() * t.element_size() for _, t in self.tensors())
 
+    @property
+    def description(self) -> str:
+        """The formats of K and V, and the exact copies, for `repr`."""
+        recipe = self.recipe
+        formats = f"K {recipe.k_format}, V {recipe.v_format}"
+        if not recipe.exact_window and not recipe.num_sink_tokens:
+            return formats
+        return f"{formats}, first {recipe.num_sink_tokens} and last {recipe.exact_window} exact"
+
     def check(self, k: Tensor, v: Tensor, rows: int) -> None:
         """Raises unless K and V like `k` and `v` `[rows, H, n, ·]` can be stored here."""
         checks.floating(k, "K")

@@ -73,7 +73,7 @@ def replayed(call: Callable[[], object]) -> Times:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return quantiles(graph.replay, rep=60)
+    return quantiles(graph.replay, rep=30, warmup=8)
 
 
 def inputs(case: Case) -> tuple[AttentionCall, Tensor, Tensor]:

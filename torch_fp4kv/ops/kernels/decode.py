@@ -114,6 +114,7 @@ class Plan:
         stored_slots: slots for results of stored tokens.
         exact_slots: slots, and programs, for exact tokens.
         merge_elements: output elements that a program of the merge takes.
+        merge_count: partial results that a warp of the merge loads at a time.
         shape: what both kernels are compiled for.
     """
 
@@ -125,6 +126,7 @@ class Plan:
     stored_slots: int
     exact_slots: int
     merge_elements: int
+    merge_count: int
     shape: dict[str, int]
 
 
@@ -168,6 +170,7 @@ def plan(
     paging = 0 if page_size % config.tokens == 0 else 3
     if paged:
         paging = 1 if page_size >= config.tokens else 2
+    merge_elements = padded(dv) if rows_heads * columns >= 512 and tile_limit == 0 else 32
     return Plan(
         config,
         blocks,
@@ -176,7 +179,8 @@ def plan(
         program_limit,
         stored_slots=round_up(slots, 16),
         exact_slots=-(-exact_tokens // EXACT_SLOTS.value),
-        merge_elements=32 if tile_limit > 0 or rows_heads * columns < 512 else padded(dv),
+        merge_elements=merge_elements,
+        merge_count=max(2, min(512 // merge_elements, 1 << (programs // config.stride).bit_length() - 1)),
         shape={
             "H": heads,
             "G": group,
@@ -322,6 +326,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             p.stored_slots,
             slots,
             BLOCK_D=p.merge_elements,
+            COUNT=p.merge_count,
             TILES=p.tile_limit > 0,
             PDL=pdl,
             **p.shape,

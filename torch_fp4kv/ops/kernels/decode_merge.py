@@ -11,54 +11,67 @@ from .decode_common import CODE_SCALE, GROUPS, LN2, LOG2E, finite, fold, fold_we
 
 
 @gluon.jit
-def units_of_rows(unit, row, first_tile, end_tile, tiles, STRIDE: gl.constexpr):
-    """uint32 `(unit - first, count)` of the units of `tiles` of its tiles that each row has results of."""
+def units_of_rows(unit, row, first_tile, end_tile, TILES: gl.constexpr, STRIDE: gl.constexpr):
+    """uint32 `(unit - first, count)` of the units of TILES of its tiles that each row has results of."""
     first = gl.maximum(first_tile - row + STRIDE - 1, 0) // STRIDE
     end = gl.maximum(end_tile - row + STRIDE - 1, 0) // STRIDE
-    count = gl.where(first < end, (end + tiles - 1) // tiles - first // tiles, 0)
-    return (unit - first // tiles).to(gl.uint32), count.to(gl.uint32)
+    count = gl.where(first < end, (end + TILES - 1) // TILES - first // TILES, 0)
+    return (unit - first // TILES).to(gl.uint32), count.to(gl.uint32)
 
 
 @gluon.jit
-def copy_partials(
-    partials, smem, stats, slots, unit, num_units, first_tile, end_tile, tiles, DV: gl.constexpr, LAYOUT: gl.constexpr
+def load_partials(
+    partials,
+    smem,
+    slots,
+    unit,
+    first_tile,
+    end_tile,
+    COUNT: gl.constexpr,
+    TILES: gl.constexpr,
+    DV: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):
-    """Starts the copies of the results of `num_units` units of `tiles` tiles, slots `slots … + num_units · STRIDE`."""
+    """Results `(maxima [STRIDE], sums [STRIDE], accumulators [STRIDE, BLOCK_D])` of COUNT units, in one wait.
+
+    Unit `unit + k` of each row, TILES of its tiles, has its results in slots `slots + k · STRIDE + row`.
+    """
     partial_out, partial_max, partial_sum = partials
-    COUNT: gl.constexpr = smem.shape[0]
     STRIDE: gl.constexpr = smem.shape[1]
     BLOCK_D: gl.constexpr = smem.shape[2]
-    STEP: gl.constexpr = min(COUNT, 4)
-    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [STRIDE], [0])
-    i = gl.arange(0, COUNT * STRIDE, layout=FLAT)
-    first, count = units_of_rows(unit, i % STRIDE, first_tile, end_tile, tiles, STRIDE)
-    valid = first + (i // STRIDE).to(gl.uint32) < count
-    async_copy.async_copy_global_to_shared(stats.index(0), partial_max + slots + i, mask=valid)
-    async_copy.async_copy_global_to_shared(stats.index(1), partial_sum + slots + i, mask=valid)
-    steps = smem._reinterpret(gl.float32, [COUNT // STEP, STEP * STRIDE, BLOCK_D], smem.layout)
-    i = gl.arange(0, STEP * STRIDE, layout=gl.SliceLayout(1, LAYOUT))
-    element = gl.program_id(1) * BLOCK_D + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))
-    first, count = units_of_rows(unit, i % STRIDE, first_tile, end_tile, tiles, STRIDE)
-    for k in range(0, num_units, STEP):
-        wanted = gl.expand_dims(first + (k + i // STRIDE).to(gl.uint32) < count, 1)
-        if DV % BLOCK_D:
-            wanted = wanted & (gl.expand_dims(element, 0) < DV)
-        pointers = partial_out + (gl.expand_dims((slots + k * STRIDE + i) * DV, 1) + gl.expand_dims(element, 0))
-        async_copy.async_copy_global_to_shared(steps.index(k // STEP), pointers, mask=wanted)
+    # Through shared memory, since the compiler puts off plain loads until their uses to save registers.
+    COPY: gl.constexpr = gl.BlockedLayout([COUNT, 1, BLOCK_D // 32], [1, 1, 32], [1, STRIDE, 1], [2, 1, 0])
+    k = gl.arange(0, COUNT, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None]
+    row = gl.arange(0, STRIDE, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :]
+    element = gl.program_id(1) * BLOCK_D + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))
+    element = element[None, None, :]
+    first, count = units_of_rows(unit, row, first_tile, end_tile, TILES, STRIDE)
+    valid = gl.expand_dims(first + k.to(gl.uint32) < count, 2)
+    if DV % BLOCK_D:
+        valid = valid & (element < DV)
+    # A lane's own part, then the part that all lanes share and that becomes an immediate of each copy.
+    pointers = partial_out + (gl.expand_dims((slots + row) * DV, 2) + element)
+    pointers += gl.expand_dims(k * (STRIDE * DV), 2)
+    SHAPE: gl.constexpr = [COUNT, STRIDE, BLOCK_D]
+    copies = smem._reinterpret(gl.float32, SHAPE, gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
+    async_copy.async_copy_global_to_shared(copies, pointers, mask=valid)
     async_copy.commit_group()
-
-
-@gluon.jit
-def read_partial(smem, stats, k, first, count, LAYOUT: gl.constexpr):
-    """The copied result k, `(maxima [STRIDE], sums [STRIDE], accumulators [STRIDE, BLOCK_D])`, empty if not valid."""
-    STRIDE: gl.constexpr = smem.shape[1]
-    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    valid = first + k.to(gl.uint32) < count
-    top = stats.index(0)._reinterpret(gl.float32, [smem.shape[0], STRIDE], stats.layout).index(k).load(ROWS)
-    total = stats.index(1)._reinterpret(gl.float32, [smem.shape[0], STRIDE], stats.layout).index(k).load(ROWS)
-    acc = smem.index(k).load(LAYOUT)
-    top = gl.where(valid, top, -float("inf"))
-    return top, gl.where(valid, total, 0.0), gl.where(gl.expand_dims(valid, 1), acc, 0.0)
+    row = gl.arange(0, STRIDE, layout=gl.SliceLayout(1, LAYOUT))
+    first, count = units_of_rows(unit, row, first_tile, end_tile, TILES, STRIDE)
+    tops = ()
+    totals = ()
+    for k in gl.static_range(COUNT):
+        valid = first + k < count
+        slot = slots + k * STRIDE + row
+        tops = tops + (gl.load(partial_max + slot, mask=valid, other=-float("inf")),)  # noqa: RUF005
+        totals = totals + (gl.load(partial_sum + slot, mask=valid, other=0.0),)  # noqa: RUF005
+    async_copy.wait_group(0)
+    result = ()
+    for k in gl.static_range(COUNT):
+        valid = first + k < count
+        acc = gl.where(gl.expand_dims(valid, 1), smem.index(k).load(LAYOUT), 0.0)
+        result = result + ((tops[k], totals[k], acc),)  # noqa: RUF005
+    return result
 
 
 @gluon.jit
@@ -70,78 +83,65 @@ def fold_rows(old, new):
 
 
 @gluon.jit
-def empty(LAYOUT: gl.constexpr, STRIDE: gl.constexpr, BLOCK_D: gl.constexpr):
-    """A partial result of nothing."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    top = gl.full([STRIDE], -float("inf"), gl.float32, ROWS)
-    return top, gl.zeros([STRIDE], gl.float32, ROWS), gl.zeros([STRIDE, BLOCK_D], gl.float32, LAYOUT)
-
-
-@gluon.jit
 def fold_sets(
     state,
     partials,
     smem,
-    stats,
     first_set,
     num_sets,
     first_tile,
     end_tile,
     v_scale,
-    pairs,
-    halves,
-    tiles,
     UNITS: gl.constexpr,
+    GROUP_UNITS: gl.constexpr,
+    TILES: gl.constexpr,
     DV: gl.constexpr,
     V_BIAS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Folds the results of sets into `(maxima, sums, accumulators, sums of stored tokens)`.
+    """Folds sets of UNITS results, each of TILES tiles, into `(maxima, sums, accumulators, sums of stored tokens)`.
 
-    A set is `pairs` pairs of `halves` halves of UNITS results of `tiles` tiles each. Loops, since a kernel as short as
-    this one waits for its instructions first of all.
+    GROUP_UNITS of them are folded in order, what results then in pairs.
     """
-    COUNT: gl.constexpr = smem.shape[0]
     STRIDE: gl.constexpr = smem.shape[1]
-    BLOCK_D: gl.constexpr = smem.shape[2]
+    COUNT: gl.constexpr = smem.shape[0]
+    SETS: gl.constexpr = max(1, COUNT // UNITS)
     top, total, acc, stored_total = state
-    units = pairs * halves * UNITS
-    row = gl.arange(0, STRIDE, layout=top.type.layout)
-    for i in range(0, num_sets * units, COUNT):
-        num_units = gl.minimum(COUNT, num_sets * units - i)
-        unit = first_set * units + i
-        copy_partials(
-            partials,
-            smem,
-            stats,
-            i * STRIDE,
-            unit,
-            num_units,
-            first_tile,
-            end_tile,
-            tiles,
-            DV,
-            LAYOUT,
-        )
-        first, count = units_of_rows(unit, row, first_tile, end_tile, tiles, STRIDE)
-        async_copy.wait_group(0)
-        k = 0
-        while k < num_units:
-            whole = empty(LAYOUT, STRIDE, BLOCK_D)
-            for _ in range(pairs):
-                pair = empty(LAYOUT, STRIDE, BLOCK_D)
-                for _ in range(halves):
-                    group = read_partial(smem, stats, k, first, count, LAYOUT)
-                    for j in gl.static_range(1, UNITS):
-                        group = fold_rows(group, read_partial(smem, stats, k + j, first, count, LAYOUT))
-                    pair = fold_rows(pair, group)
-                    k += UNITS
-                whole = fold_rows(whole, pair)
-            top, old_weight, new_weight = fold_weights(top, whole[0])
-            total = fold(total, old_weight, whole[1], new_weight)
-            if V_BIAS:
-                stored_total = fold(stored_total, old_weight, whole[1], new_weight)
-            acc = fold(acc, gl.expand_dims(old_weight, 1), whole[2] * v_scale, gl.expand_dims(new_weight, 1))
+    for i in range(0, num_sets, SETS):
+        for k in gl.static_range(0, SETS * UNITS, COUNT):
+            unit = i * UNITS + k
+            parts = load_partials(
+                partials,
+                smem,
+                unit * STRIDE,
+                first_set * UNITS + unit,
+                first_tile,
+                end_tile,
+                COUNT,
+                TILES,
+                DV,
+                LAYOUT,
+            )
+            for j in gl.static_range(COUNT):
+                if (k + j) % GROUP_UNITS == 0:
+                    group = parts[j]
+                else:
+                    group = fold_rows(group, parts[j])
+                if (k + j) % GROUP_UNITS == GROUP_UNITS - 1:
+                    if (k + j) % UNITS // GROUP_UNITS % 2 == 1:
+                        group = fold_rows(left, group)
+                    if (k + j) % UNITS // GROUP_UNITS == 3:
+                        group = fold_rows(pair, group)
+                    left = group
+                    if (k + j) % UNITS // GROUP_UNITS == 1:
+                        pair = group
+                if (k + j) % UNITS == UNITS - 1:
+                    top, old_weight, new_weight = fold_weights(top, group[0])
+                    total = fold(total, old_weight, group[1], new_weight)
+                    if V_BIAS:
+                        stored_total = fold(stored_total, old_weight, group[1], new_weight)
+                    old_weight = gl.expand_dims(old_weight, 1)
+                    acc = fold(acc, old_weight, group[2] * v_scale, gl.expand_dims(new_weight, 1))
     return top, total, acc, stored_total
 
 
@@ -179,10 +179,11 @@ def merge_kernel(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    COUNT: gl.constexpr,
     TILES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Merges the partial results of one column for BLOCK_D output elements.
+    """Merges the partial results of one column for BLOCK_D output elements; a warp loads COUNT at a time.
 
     Warp r of STRIDE folds, in order, the exact parts r, r + STRIDE, …, then the sets of tiles r, r + STRIDE, …; the
     warps' results are summed at the end. So the order of operations follows from the row alone.
@@ -208,32 +209,33 @@ def merge_kernel(
     V_BIAS: gl.constexpr = v_bias is not None
     base = program.to(gl.int64) * slot_stride
     partials = (partial_out + base * DV, partial_max + base, partial_sum + base)
-    COUNT: gl.constexpr = max(32, SET) if TILES else GROUPS
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     smem = gl.allocate_shared_memory(gl.float32, [COUNT, STRIDE, BLOCK_D], SHARED)
-    stats = gl.allocate_shared_memory(gl.float32, [2, COUNT * STRIDE], FLAT)
-    row = gl.arange(0, STRIDE, layout=ROWS)
-    exact = empty(LAYOUT, STRIDE, BLOCK_D)
+    top = gl.full([STRIDE], -float("inf"), gl.float32, ROWS)
+    exact = (top, gl.zeros([STRIDE], gl.float32, ROWS), gl.zeros([STRIDE, BLOCK_D], gl.float32, LAYOUT))
     if PDL:
         gdc_wait()
-    for i in range(0, num_exact_slots, STRIDE):
-        # One result a row.
-        copy_partials(partials, smem, stats, stored_slots + i, i // STRIDE, 1, 0, num_exact_slots, 1, DV, LAYOUT)
-        first, count = units_of_rows(i // STRIDE, row, 0, num_exact_slots, 1, STRIDE)
-        async_copy.wait_group(0)
-        exact = fold_rows(exact, read_partial(smem, stats, i * 0, first, count, LAYOUT))
+    for first in range(0, num_exact_slots, STRIDE):
+        parts = load_partials(
+            partials, smem, stored_slots + first, first // STRIDE, 0, num_exact_slots, 1, 1, DV, LAYOUT
+        )
+        exact = fold_rows(exact, parts[0])
     state = (exact[0], exact[1], exact[2], gl.zeros([STRIDE], gl.float32, ROWS))
-    common = (partials, smem, stats, first_set, num_sets, first_tile, end_tile, v_scale)
+    row_sets = (partials, smem, first_set, num_sets, first_tile, end_tile, v_scale)
     if TILES and end_tile - first_tile <= tile_limit:
-        state = fold_sets(state, *common, 2, 2, 1, GROUP, DV, V_BIAS, LAYOUT)
+        state = fold_sets(state, *row_sets, SET, GROUP, 1, DV, V_BIAS, LAYOUT)
     else:
         spans = spans_of_program(first_set * GROUPS, gl.cdiv(end_tile, SPAN), program_limit // STRIDE)
-        pairs = gl.where(spans < 4, 2, 1)
-        state = fold_sets(state, *common, pairs, GROUPS // (spans * pairs), spans * GROUP, 1, DV, V_BIAS, LAYOUT)
+        if spans == 1:
+            state = fold_sets(state, *row_sets, 4, 1, GROUP, DV, V_BIAS, LAYOUT)
+        elif spans == 2:
+            state = fold_sets(state, *row_sets, 2, 1, 2 * GROUP, DV, V_BIAS, LAYOUT)
+        else:
+            state = fold_sets(state, *row_sets, 1, 1, SET, DV, V_BIAS, LAYOUT)
 
     # Each lane sums whole columns: Triton's own sum over warps meets one bank of shared memory again and again.
     FINAL: gl.constexpr = gl.BlockedLayout([STRIDE, 1], [1, 32], [1, STRIDE], [0, 1])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     rows = gl.allocate_shared_memory(gl.float32, [3, STRIDE], FLAT)
     for i in gl.static_range(3 if V_BIAS else 2):
         rows.index(i).store(state[(0, 1, 3)[i]])

@@ -131,6 +131,17 @@ def test_a_planted_mistake_is_seen(package: None, mutate: Callable[[AttentionCal
     assert error(out, call) > 2 * BOUNDS[name]
 
 
+def test_a_query_without_its_e4m3_scale_is_seen(package: None) -> None:
+    def lost(x: Tensor) -> tuple[Tensor, Tensor]:
+        query, scale = to_e4m3(x)
+        return query, torch.ones_like(scale)
+
+    to_e4m3, call = trtllm_gen._to_e4m3, make("4token")
+    with mock.patch.object(trtllm_gen, "_to_e4m3", lost):
+        out, _ = emulated("flashinfer-trtllm-gen", call)
+    assert error(out, call) > 2 * BOUNDS["flashinfer-trtllm-gen"]
+
+
 def test_pages_cut_from_a_static_cache_with_a_wrong_stride_are_seen(package: None) -> None:
     _cut = paged._cut
 
@@ -592,6 +603,17 @@ def test_quantize_by_flashinfer_is_ours_within_one_code(package: None, backend: 
     assert float((have - want).norm() / want.norm()) < 0.02
     assert calls[0]["backend"] == backend
     assert calls[0]["nvfp4_4over6"] is None
+
+
+def test_quantize_with_the_reciprocal_of_a_scale_is_seen(package: None) -> None:
+    x, scale = torch.randn(5, 64).bfloat16(), torch.tensor(0.01)
+    with emulators.installed([]), mock.patch.object(quantize, "_ran", False):
+        words, bits = quantize.run(x, 1.0 / scale, "amax", "cuda")
+    have, want = (
+        torch_fp4kv.dequantize(words, bits, scale),
+        torch_fp4kv.dequantize(*torch_fp4kv.quantize(x, scale), scale),
+    )
+    assert float((have - want).norm() / want.norm()) > 0.5
 
 
 def test_quantize_says_why_flashinfer_cannot(package: None) -> None:

@@ -22,6 +22,9 @@ from torch_fp4kv import (
 )
 
 
+SINKS_ALONE = pytest.param(get_recipe("nvfp4", exact_window=0), id="sinks alone")
+
+
 @pytest.fixture(scope="module")
 def model():
     return llama()
@@ -85,7 +88,7 @@ def decode_row(model, pool, row, steps=4):
 
 @pytest.mark.parametrize("padding", [0, 5], ids=["", "padded"])
 @pytest.mark.parametrize("capacities", [(128, 128), (128, 256), (None, 160), (128, None)], ids=str)
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-plain", "k8v4", "bf16", "block-fp4"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-plain", "k8v4", "bf16", "block-fp4", SINKS_ALONE])
 def test_decoding_goes_on_as_without_the_hand_over(model, recipe, capacities, padding):
     cache = prefilled(model, capacities[0], recipe, padding=padding)
     blocks = export_blocks(cache, "a")

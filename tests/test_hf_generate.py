@@ -3,19 +3,22 @@ quantised storage gives one result on every path."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
 from hf_models import compile_everywhere, greedy, llama, prompt
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
-from torch_fp4kv import NVFP4Cache
+from torch_fp4kv import NVFP4Cache, as_static_cache, get_recipe
 from torch_fp4kv.ops import backends
 
 IMPLEMENTATIONS = ["sdpa", "fp4kv", "eager"]
-QUANTISED = ["nvfp4", "nvfp4-plain", "fp8", "k8v4", "block-fp4"]
+SINKS_ALONE = pytest.param(get_recipe("nvfp4", exact_window=0), id="sinks alone")
+QUANTISED = ["nvfp4", "nvfp4-plain", "fp8", "k8v4", "block-fp4", SINKS_ALONE]
 CAPACITIES = pytest.mark.parametrize("capacity", [None, 128], ids=["growing", "static"])
 
 
@@ -293,3 +296,51 @@ def test_a_compiled_prompt_may_be_of_any_length(model):
             want = model(prompt(tokens=tokens), past_key_values=NVFP4Cache(model.config, 64)).logits
             got = compiled(prompt(tokens=tokens), past_key_values=NVFP4Cache(model.config, 64)).logits
         torch.testing.assert_close(got, want)
+
+
+@CAPACITIES
+def test_a_prefix_is_copied_to_continuations_and_not_quantised_again(model, capacity):
+    """Each of three continuations in one batch is what the same prefix gives alone; the prefix stays as it was."""
+    prefix, turns = prompt(batch=1, tokens=100), prompt(batch=3, tokens=5, seed=4)
+    cache = NVFP4Cache(model.config, capacity and 2 * capacity)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        model(prefix, past_key_values=cache)
+    before = [t.clone() for layer in cache.layers for _, t in layer.storage.tensors()]
+
+    def after(turn):
+        twin = copy.deepcopy(cache)
+        twin.batch_repeat_interleave(len(turn))
+        for layer, other in zip(cache.layers, twin.layers):
+            for (_, stored), (_, copied) in zip(layer.storage.tensors(), other.storage.tensors()):
+                assert torch.equal(copied, stored.expand_as(copied))
+        ids = torch.cat([prefix.expand(len(turn), -1), turn], 1)
+        return model.generate(ids, past_key_values=twin, **greedy(20))
+
+    together = after(turns)
+    assert torch.equal(together, torch.cat([after(turns[i : i + 1]) for i in range(3)]))
+    assert all(
+        torch.equal(now, was) for now, was in zip((t for x in cache.layers for _, t in x.storage.tensors()), before)
+    )
+
+
+def test_cache_implementation_static_can_be_this_cache(model):
+    """For as long as the block lasts, at the length that generate asks for, and on this model only."""
+    model.set_attn_implementation("sdpa")
+    want = run(model, "sdpa", NVFP4Cache(model.config, 69))
+
+    def generate(**options):
+        result = model.generate(prompt(), return_dict_in_generate=True, **{**greedy(40), **options})
+        return result.sequences, getattr(result, "cache", None) or result.past_key_values
+
+    with as_static_cache(model):
+        got, cache = generate(cache_implementation="static")
+        assert isinstance(cache, NVFP4Cache)
+        assert cache.layers[0].max_cache_len >= 69
+        assert torch.equal(got, want)
+        assert isinstance(generate()[1], DynamicCache)
+        with pytest.raises(ValueError, match="not 'offloaded_static'"):
+            generate(cache_implementation="offloaded_static")
+    assert isinstance(generate(cache_implementation="static")[1], StaticCache)
+    with as_static_cache(model, "nvfp4", exact_window=0):
+        assert generate(cache_implementation="static")[1].recipe.exact_window == 0

@@ -467,7 +467,7 @@ class Update:
             v_new=self.v_new,
             k_exact=k_exact,
             v_exact=v_exact,
-            exact_from=None if k_exact is None else exact_from[:batch],
+            exact_from=exact_from[:batch] if k_exact is not None and positions.ring else None,
             num_sink_tokens=0 if k_exact is None else storage.recipe.num_sink_tokens,
             q_stored=storage.stored_query(q),
             stored_bias=storage.query_bias(q),

@@ -21,7 +21,6 @@ from torch_fp4kv import (
     import_blocks,
 )
 
-
 SINKS_ALONE = pytest.param(get_recipe("nvfp4", exact_window=0), id="sinks alone")
 
 

@@ -24,7 +24,7 @@ import torch_fp4kv
 from torch_fp4kv import doctor
 from torch_fp4kv.ops import backends
 from torch_fp4kv.ops.call import AppendCall, AttentionCall
-from torch_fp4kv.ops.flashinfer import append, fa2, paged, quantize, support, trtllm_gen, workspace
+from torch_fp4kv.ops.flashinfer import append, fa2, paged, quantize, support, trtllm_gen
 from torch_fp4kv.ops.format import layout
 
 CUDA = torch.device("cuda", 0)
@@ -34,7 +34,6 @@ CUDA = torch.device("cuda", 0)
 def package() -> Iterator[None]:
     pytest.importorskip("flashinfer", "0.7.4", reason="flashinfer-python is not installed")
     yield
-    workspace._kept.clear()
     fa2._wrapper.cache_clear()
 
 
@@ -58,7 +57,13 @@ def gpu(capability: tuple[int, int], **changes: Any) -> Iterator[None]:
 def emulated(name: str, call: AttentionCall) -> tuple[Tensor, list[dict[str, Any]]]:
     """Output of backend `name` over emulated kernels, and what they were called with."""
     calls: list[dict[str, Any]] = []
-    with emulators.installed(calls), gpu((12, 0)):
+    empty = torch.empty
+
+    def poisoned(*shape: int, **options: Any) -> Tensor:
+        x = empty(*shape, **options)
+        return x.fill_(255 if x.dtype == torch.uint8 else torch.nan)
+
+    with emulators.installed(calls), gpu((12, 0)), mock.patch.object(torch, "empty", poisoned):
         out, lse = backends.attention_module(name).run(call)
     assert lse is None
     assert out.dtype == call.result_dtype
@@ -460,36 +465,22 @@ def test_doctor_notes_what_flashinfer_does_not_serve(monkeypatch: pytest.MonkeyP
 # Workspaces.
 
 
-def test_a_workspace_is_zeroed_once_and_kept_for_its_kernel_device_and_stream() -> None:
-    workspace._kept.clear()
-    device = torch.device("cpu")
-    first = workspace.workspace("a", device, 64)
-    assert not first.any()
-    first.fill_(7)
-    assert workspace.workspace("a", device, 64) is first
-    assert workspace.workspace("b", device, 64) is not first
-    with mock.patch.object(workspace, "_stream", lambda _device: 5):
-        assert workspace.workspace("a", device, 64) is not first
-    with (
-        mock.patch.object(workspace, "capturing", lambda _device: True),
-        mock.patch.object(torch, "empty", lambda *shape, **options: torch.full(shape, 255, dtype=torch.uint8)),
-    ):
-        captured = workspace.workspace("a", device, 64, counters=16)
-    assert not captured[:16].any()
-    assert captured.data_ptr() != first.data_ptr()
-    assert workspace.workspace("a", device, 64) is first
-    workspace._kept.clear()
+def test_scratch_is_new_at_each_call_with_its_counters_zeroed() -> None:
+    """What a kernel left, or another stream's kernel uses, is never seen; and nothing outlives a graph's capture."""
+    with mock.patch.object(torch, "empty", lambda *shape, **options: torch.full(shape, 255, dtype=torch.uint8)):
+        first, second = (paged.scratch(torch.device("cpu"), 64, zeroed=16) for _ in range(2))
+    for buffer in (first, second):
+        assert not buffer[:16].any()
+        assert bool((buffer[16:] == 255).all())
+    assert first.data_ptr() != second.data_ptr()
 
 
-def test_no_counters_are_kept_for_a_captured_call(package: None) -> None:
-    call, calls = make("4token"), []
-    with (
-        mock.patch.object(emulators, "trtllm_decode", lambda a: a["out"].zero_()),
-        emulators.installed(calls),
-        mock.patch.object(support, "capturing", lambda _device: True),
-    ):
-        trtllm_gen.run(call)
-    assert calls[0]["multi_ctas_kv_counter_buffer"] is None
+def test_fa2_has_a_wrapper_for_each_stream(package: None) -> None:
+    with emulators.installed([]):
+        device = torch.device("cpu")
+        first = fa2._wrapper(device, 0, "HND")
+        assert fa2._wrapper(device, 0, "HND") is first
+        assert fa2._wrapper(device, 7, "HND") is not first
 
 
 # Append and quantise.

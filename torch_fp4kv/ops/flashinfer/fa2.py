@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from . import support
-from .paged import Paged, fold_query, on, paged, unfold_output, window_left
-from .workspace import workspace
+from .paged import Paged, fold_query, on, paged, scratch, unfold_output, window_left
 
 NAME = "flashinfer-fa2"
 WITHOUT_SPLIT_KV = ((12, 0), (12, 1))
@@ -47,7 +46,7 @@ def attend(
     batch, heads, queries, d = call.q.shape
     query = fold_query(call).to(call.q.dtype).view(batch * queries, heads, d)
     with on(device):
-        wrapper = _wrapper(workspace(NAME, device), kv_layout)
+        wrapper = _wrapper(device, _stream(device), kv_layout)
         wrapper.plan(
             torch.arange(batch + 1, dtype=torch.int32) * queries,
             *pages,
@@ -77,7 +76,13 @@ def _pages(view: Paged) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @functools.lru_cache(maxsize=16)
-def _wrapper(buffer: Tensor, kv_layout: str) -> Any:
+def _wrapper(device: torch.device, stream: int, kv_layout: str) -> Any:
+    """A wrapper, and the workspace that its plans point into, for one stream."""
     from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
-    return BatchPrefillWithPagedKVCacheWrapper(buffer, kv_layout, backend="fa2")
+    with torch.inference_mode(False):
+        return BatchPrefillWithPagedKVCacheWrapper(scratch(device), kv_layout, backend="fa2")
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

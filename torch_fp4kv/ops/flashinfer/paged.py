@@ -19,6 +19,8 @@ from torch import Tensor
 from ..call import AttentionCall
 
 STATIC_PAGE_SIZES = (64, 32, 16)
+SCRATCH_BYTES = 128 << 20
+"""What FlashInfer recommends."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,17 @@ def window_left(call: AttentionCall) -> int:
 def sinks(call: AttentionCall) -> Tensor | None:
     """float32 `[Hq]`, natural logits, contiguous."""
     return None if call.sink_logits is None else call.sink_logits.to(torch.float32).contiguous()
+
+
+def scratch(device: torch.device, size: int = SCRATCH_BYTES, zeroed: int = 0) -> Tensor:
+    """uint8 `[size]` for one launch, its first `zeroed` bytes 0: counters of blocks that work on one row.
+
+    It goes back to PyTorch's allocator, which keeps it for this device and stream, or this CUDA graph, and has it ready
+    for the next layer. Nothing of it outlives the call, as a graph's memory must not.
+    """
+    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    buffer[:zeroed].zero_()
+    return buffer
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[None]:

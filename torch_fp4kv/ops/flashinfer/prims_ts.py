@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from . import support
-from .paged import fold_query, on, paged, sinks, unfold_output, window_left
-from .workspace import workspace
+from .paged import fold_query, on, paged, scratch, sinks, unfold_output, window_left
 
 NAME = "flashinfer-prims-ts"
 
@@ -45,8 +44,6 @@ def run(call: AttentionCall) -> tuple[Tensor, None]:
         device=device,
         use_attention_sinks=call.sink_logits is not None,
     )
-    # Sections lie elsewhere for another geometry, and each must find zeros.
-    geometry = f"{NAME} {batch} {heads} {call.num_kv_heads} {d} {view.page_size} {view.max_length} {queries} {mask_type}"
     with on(device):
         batch_decode_with_paged_kv_cache(
             query,
@@ -62,7 +59,7 @@ def run(call: AttentionCall) -> tuple[Tensor, None]:
             output_scale=1.0,
             out=out,
             attention_sinks=sinks(call),
-            workspace_buffer=workspace(geometry, device, size, counters=size),
+            workspace_buffer=scratch(device, size, zeroed=size),
             max_kv_len=view.max_length,
             validate=False,
         )

@@ -2,7 +2,7 @@
 
 It turns `code · block_scale` into E4M3 before either product, so block scales must not exceed 72 (6 · 72 < 448): a
 cache in "4token" layout is written so, K's scales too. Output in units of `code · block_scale` is at most 448 and
-needs no scale of its own.
+needs no scale of its own. The counters of blocks that share a row are FlashInfer's: it zeroes new ones at each call.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from . import support
-from .paged import fold_query, on, paged, sinks, unfold_output, window_left
-from .workspace import workspace
+from .paged import fold_query, on, paged, scratch, sinks, unfold_output, window_left
 
 NAME = "flashinfer-trtllm-gen"
-COUNTER_BYTES = 1 << 20
 
 
 def unsupported(call: AttentionCall) -> str | None:
@@ -39,7 +37,7 @@ def run(call: AttentionCall) -> tuple[Tensor, None]:
         trtllm_batch_decode_with_kv_cache(
             query=query,
             kv_cache=view.data,
-            workspace_buffer=workspace(NAME, device),
+            workspace_buffer=scratch(device),
             block_tables=view.table,
             seq_lens=view.lengths,
             max_seq_len=view.max_length,
@@ -52,7 +50,6 @@ def run(call: AttentionCall) -> tuple[Tensor, None]:
             backend="trtllm-gen",
             q_len_per_req=queries,
             kv_cache_sf=view.scales,
-            multi_ctas_kv_counter_buffer=_counters(device),
         )
     return unfold_output(call, out), None
 
@@ -64,7 +61,3 @@ def _to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.ldexp(x.new_ones(1), exponent)
     return (x / scale).to(torch.float8_e4m3fn), scale
 
-
-def _counters(device: torch.device) -> Tensor | None:
-    """Zeroed counters; in a capture FlashInfer makes its own, smaller ones."""
-    return None if support.capturing(device) else workspace(f"{NAME} counters", device, COUNTER_BYTES)

@@ -7,12 +7,9 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from . import support
-from .paged import fold_query, on, paged, sinks, unfold_output, window_left
-from .workspace import workspace
+from .paged import fold_query, on, paged, scratch, sinks, unfold_output, window_left
 
 NAME = "flashinfer-xqa"
-SEMAPHORE_BYTES = 8 << 20
-"""FlashInfer takes this much from the front of the workspace."""
 
 
 def unsupported(call: AttentionCall) -> str | None:
@@ -27,11 +24,13 @@ def run(call: AttentionCall) -> tuple[Tensor, None]:
     view, device = paged(call), call.q.device
     query = fold_query(call).squeeze(1).to(call.q.dtype)
     out = torch.empty_like(query)
+    # FlashInfer takes the front of the workspace for semaphores: one uint32 for each row and KV head.
+    semaphores = call.q.shape[0] * call.num_kv_heads * 4
     with on(device):
         xqa_batch_decode_with_kv_cache(
             query=query,
             kv_cache=view.data,
-            workspace_buffer=workspace(NAME, device, counters=SEMAPHORE_BYTES),
+            workspace_buffer=scratch(device, zeroed=semaphores),
             block_tables=view.table,
             seq_lens=view.lengths,
             max_seq_len=view.max_length,

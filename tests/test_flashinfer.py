@@ -325,6 +325,7 @@ def test_preferred_backends_come_first_where_they_serve() -> None:
 ABSENT = {
     "not installed": ({"version": lambda: None}, "pip install 'torch-fp4kv"),
     "too old": ({"version": lambda: "0.6.18"}, "0.6.18 is installed, 0.7.4 is the first that is used"),
+    "too old, post-release": ({"version": lambda: "0.7.3.post1"}, "0.7.3.post1 is installed"),
     "torch without CUDA": ({"cuda": None}, "this torch is built without CUDA"),
     "no compiler": ({"_can_compile": lambda: False}, "neither nvcc nor flashinfer-jit-cache"),
 }
@@ -352,6 +353,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "static cache, queries": ("flashinfer-fa2", {"page_size": None, "queries": 2}, "a row may be a ring"),
     "static cache, window": ("flashinfer-xqa", {"page_size": None, "window": 9}, "a row may be a ring"),
     "capacity": ("flashinfer-xqa", {"page_size": None, "capacity": 40, "lengths": (5, 9, 40)}, "multiple of 16"),
+    "capacity on FA2": ("flashinfer-fa2", {"page_size": None, "capacity": 40, "lengths": (5, 9, 40)}, "multiple of 16"),
     "queries": ("flashinfer-xqa", {"queries": 2}, "at most 1 new tokens a row, got 2"),
     "group": ("flashinfer-xqa", {"heads": 48}, "at most 16 query heads a KV head, got 24"),
     "not causal": ("flashinfer-fa2", {"queries": 2, "causal": False}, "several new tokens are causal"),

@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,8 +161,7 @@ def version() -> str | None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    release = text.split("+")[0].split("rc")[0].split(".dev")[0].split(".post")[0]
-    return tuple(int(part) for part in release.split("."))
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
 @functools.cache
@@ -226,7 +226,7 @@ def _layout_unsupported(kernel: Kernel, call: AttentionCall) -> str | None:
             return "takes pages behind a block table only (a paged cache)"
         if call.q.shape[2] > 1 or 0 < call.window < call.page_size:
             return "without a block table a row may be a ring, which only one query without a window sees right"
-        if kernel.page_sizes and call.page_size % 16:
+        if call.page_size % 16:
             return f"the cache must hold a multiple of 16 tokens, got {call.page_size}"
     elif kernel.page_sizes and call.page_size not in kernel.page_sizes:
         return f"the page size must be among {kernel.page_sizes}, got {call.page_size}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,6 +46,37 @@ def test_storage_and_positions_follow_the_layer(capacity):
     assert int(cache.get_seq_length()) == 20
     cache.reset()
     assert cache.is_empty
+
+
+def test_layers_of_two_devices_come_together():
+    cache = NVFP4Cache(llama(num_hidden_layers=3).config, 64, "k8v4")
+    for layer, device in enumerate(("cpu", "meta", "meta")):
+        x = torch.randn(2, 2, 20, 64, device=device)
+        cache.update(x, x.clone(), layer)
+    assert cache.to("meta") is cache
+    assert devices(cache) == [{"meta"}] * 3
+    assert [layer.leads for layer in cache.layers] == [True, False, False]
+    assert cache.all_positions() == [cache.layers[2].positions]
+    for layer in range(3):
+        x = torch.randn(2, 2, 1, 64, device="meta")
+        cache.update(x, x.clone(), layer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+def test_a_cache_moved_away_and_back_decodes_as_before(recipe):
+    model = llama().cuda()
+    ids, more = prompt(tokens=40).cuda(), prompt(tokens=2, seed=3).cuda()
+    cache = NVFP4Cache(model.config, 64, recipe)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        cache.to("cpu")
+        assert devices(cache) == [{"cpu"}] * 2
+        cache.to("cuda")
+        for i in range(2):
+            logits = [model(more[:, i : i + 1], past_key_values=one).logits for one in (cache, twin)]
+            assert torch.equal(*logits)
 
 
 @pytest.mark.gpu

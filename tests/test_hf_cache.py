@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -343,3 +344,29 @@ def test_a_cache_describes_itself(model):
 
 def mebibytes(cache):
     return f"{cache.nbytes() / 2**20:.2f}"
+
+
+@CAPACITIES
+def test_layers_may_differ_in_heads_and_sizes_and_k_from_v(capacity):
+    config = llama().config
+    cache = NVFP4Cache(config, capacity, "nvfp4-plain")
+    torch.manual_seed(0)
+    shapes = ((2, 64, 64), (1, 128, 32))
+    given = [[torch.randn(2, heads, 25, d) for d in sizes] for heads, *sizes in shapes]
+    for start, stop in ((0, 20), (20, 24), (24, 25)):
+        handles = [cache.update(k[:, :, start:stop], v[:, :, start:stop], i) for i, (k, v) in enumerate(given)]
+    for (key, value), (k, v) in zip(handles, given):
+        for got, want in ((key.update.keys(), k), (value.update.values(), v)):
+            assert (got[:, :, :25] - want).norm() / want.norm() < 0.12
+        q = torch.randn(2, 4, 1, k.shape[3])
+        out = torch.nn.functional.scaled_dot_product_attention(q, key, value, enable_gqa=True)
+        keys, values = key.update.keys()[:, :, :25], value.update.values()[:, :, :25]
+        want = torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+
+
+@RECIPES
+def test_a_pickled_cache_has_all_of_its_state(model, recipe):
+    cache, more = prefilled(model, prompt(), 64, recipe), prompt(tokens=3, seed=5)
+    twin = pickle.loads(pickle.dumps(cache))
+    assert torch.equal(steps(model, twin, more), steps(model, cache, more))

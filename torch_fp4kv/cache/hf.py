@@ -150,7 +150,8 @@ class NVFP4Layer(CacheLayerMixin):
         dtype = torch.promote_types(torch.promote_types(k.dtype, v.dtype), self.storage.dtype)
         assert self.positions is not None
         rows = min(self.storage.batch_size, self.positions.batch_size)
-        return k.shape[0] > rows or k.device != self.device or dtype != self.storage.dtype
+        devices = {self.device, self.storage.k_data.device, self.positions.lengths.device}
+        return k.shape[0] > rows or {k.device} != devices or dtype != self.storage.dtype
 
     def _check_turn(self, positions: Positions) -> None:
         """Raises RuntimeError unless each layer before this one stored these tokens, and this one all earlier ones."""
@@ -469,6 +470,24 @@ class NVFP4Cache(Cache):
         """Each row becomes `repeats` rows, next to each other."""
         with self._changing():
             super().batch_repeat_interleave(repeats)
+
+    def to(self, device: torch.device | str) -> NVFP4Cache:
+        """Moves all layers to one device; compiled code that has seen the buffers is compiled again."""
+        device = torch.device(device)
+        shared: dict[tuple[torch.device, int], Positions] = {}
+        with self._changing():
+            for layer in self.layers:
+                if layer.positions is None:
+                    continue
+                layer.storage.to(device)
+                layer.device = device
+                key = (device, layer.positions.ring)
+                layer.leads = key not in shared
+                if layer.leads:
+                    layer.positions.to(device)
+                layer.positions = shared.setdefault(key, layer.positions)
+            self._positions = shared
+        return self
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:

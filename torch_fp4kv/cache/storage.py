@@ -105,7 +105,7 @@ class LayerStorage:
             self.v_bias = allocate((heads, v.shape[-1]), torch.float32, device)
             self.v_bias.copy_(_calibrated(calibration.v_bias, (heads, v.shape[-1]), "v_bias"))
         if recipe.rotate_k or recipe.equalize_k:
-            if not torch.compiler.is_compiling() and k.numel() and k.data_ptr() == v.data_ptr():
+            if not torch.compiler.is_compiling() and k.numel() and k.data_ptr() == v.data_ptr() != 0:
                 raise ValueError("rotate_k and equalize_k do not apply where V is a view of K (MLA)")
             if recipe.equalize_k:
                 self.k_transform = allocate((heads, k.shape[-1], k.shape[-1]), torch.float32, device)

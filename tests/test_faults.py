@@ -165,13 +165,18 @@ def test_an_allocation_that_fails_while_growing(model, recipe, monkeypatch):
             break
 
 
-def test_an_allocation_that_fails_for_a_larger_batch(model, monkeypatch):
+@pytest.mark.parametrize("fail_at", [1, 2, 3, 4])
+def test_an_allocation_that_fails_for_a_larger_batch(monkeypatch, fail_at):
+    """In the middle of the first layer or of the second; the third has rows for two still, the first for four."""
+    model = llama(num_hidden_layers=3)
     cache = prefilled(model, 64)
     cache.reset()
-    allocate = storage.allocate
+    allocate, of_scales = storage.allocate, 0
 
     def failing(shape, dtype, device):
-        if dtype == torch.uint8:
+        nonlocal of_scales
+        of_scales += dtype == torch.uint8
+        if dtype == torch.uint8 and of_scales == fail_at:
             raise torch.OutOfMemoryError("out of memory")
         return allocate(shape, dtype, device)
 

@@ -117,14 +117,15 @@ def import_blocks(
         make_room(cache, contents, device or last.device)
         rows = list(range(last.num_rows))
     placed: list[Positions] = []
-    for layer in _layers_of(cache, initialized=True):
-        if layer.index not in last.layers:
-            continue
-        for message in (message for rank in ranks for message in rank):
-            layer.write(rows, message)
-        if not any(layer.positions is known for known in placed):
-            placed.append(layer.positions)
-            layer.place(rows, last)
+    with cache.changing(rows):
+        for layer in _layers_of(cache, initialized=True):
+            if layer.index not in last.layers:
+                continue
+            for message in (message for rank in ranks for message in rank):
+                layer.write(rows, message)
+            if not any(layer.positions is known for known in placed):
+                placed.append(layer.positions)
+                layer.place(rows, last)
     return rows
 
 

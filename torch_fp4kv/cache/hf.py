@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,9 @@ class NVFP4Layer(CacheLayerMixin):
         assert self.positions is not None
         rows = min(self.storage.batch_size, self.positions.batch_size)
         devices = {self.device, self.storage.k_data.device, self.positions.lengths.device}
-        return k.shape[0] > rows or {k.device} != devices or dtype != self.storage.dtype
+        # Positions of its own has a layer that others left behind when a call ended halfway.
+        alone = all(self.positions is not known for known in self.cache.all_positions())
+        return alone or k.shape[0] > rows or {k.device} != devices or dtype != self.storage.dtype
 
     def _check_turn(self, positions: Positions) -> None:
         """Raises RuntimeError unless each layer before this one stored these tokens, and this one all earlier ones."""
@@ -453,29 +455,29 @@ class NVFP4Cache(Cache):
                     f"layer {index} keeps its last {layer.sliding_window} + {RING_SLACK} tokens, so at most "
                     f"{RING_SLACK} can be dropped, got {-tokens_to_remove}; nothing was dropped"
                 )
-        with self._changing():
+        with self.changing():
             super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes the old row `beam_idx[i]`."""
-        with self._changing():
+        with self.changing():
             super().reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps rows `indices` (int64), in that order."""
-        with self._changing():
+        with self.changing():
             super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows, next to each other."""
-        with self._changing():
+        with self.changing():
             super().batch_repeat_interleave(repeats)
 
     def to(self, device: torch.device | str) -> NVFP4Cache:
         """Moves all layers to one device; compiled code that has seen the buffers is compiled again."""
         device = torch.device(device)
         shared: dict[tuple[torch.device, int], Positions] = {}
-        with self._changing():
+        with self.changing():
             for layer in self.layers:
                 if layer.positions is None:
                     continue
@@ -490,8 +492,8 @@ class NVFP4Cache(Cache):
         return self
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Marks the cache as damaged unless the body comes to its end."""
+    def changing(self, rows: Sequence[int] = ()) -> Iterator[None]:
+        """Marks the cache, whichever `rows` change, as damaged unless the body comes to its end."""
         was = self.damaged
         self.damaged = True
         yield

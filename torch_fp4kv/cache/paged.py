@@ -5,8 +5,9 @@ Shapes: R rows (sequences at once), P pages of T tokens, n new tokens.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -290,6 +291,13 @@ class PagedNVFP4Cache:
         self._check_row(row)
         if row in self._unfinished or (self._storing and row in self._stepping):
             raise RuntimeError(f"a call of the model with row {row} ended halfway, and its layers differ: free it")
+
+    @contextlib.contextmanager
+    def changing(self, rows: Sequence[int]) -> Iterator[None]:
+        """Marks `rows` as halfway unless the body comes to its end."""
+        self._unfinished.update(rows)
+        yield
+        self._unfinished.difference_update(rows)
 
     def admit_transfer(self, transfer: str, rows: int, tokens: int) -> list[int]:
         """Takes `rows` free rows with room for `tokens` tokens each, which come from elsewhere under this name.

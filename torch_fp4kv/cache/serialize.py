@@ -94,10 +94,11 @@ def load(cache: NVFP4Cache, path: str | Path, device: torch.device | str | None 
     for one in saved:
         one.contents.check(str(path))
     make_room(cache, [one.contents for one in saved], device)
-    for one in saved:
-        one.restore()
-    for positions in cache.all_positions():
-        positions.restore({name: tensors[f"positions.{positions.ring}.{name}"] for name, _ in positions.tensors()})
+    with cache.changing():
+        for one in saved:
+            one.restore()
+        for positions in cache.all_positions():
+            positions.restore({name: tensors[f"positions.{positions.ring}.{name}"] for name, _ in positions.tensors()})
 
 
 def _header(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from torch_fp4kv import NVFP4Cache
+from torch_fp4kv import NVFP4Cache, export_blocks, import_blocks
 from torch_fp4kv.cache.handle import KVHandle
 
 HEADS, DIM, CAPACITY = 2, 64, 120
@@ -98,6 +98,15 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.save(Path(folder) / "cache")
             self.cache = NVFP4Cache(CONFIG, self.capacity, self.recipe)
             self.cache.load(Path(folder) / "cache")
+        self.handles = None
+
+    @rule(part=st.integers(1, 40))
+    def hand_over(self, part):
+        part = min(part, self.k.shape[2] - 1)
+        tokens = [range(part), range(part, self.k.shape[2])] if part > 0 else [range(self.k.shape[2])]
+        blocks = [export_blocks(self.cache, "a", tokens=t, more=t.stop < self.k.shape[2]) for t in tokens]
+        self.cache = NVFP4Cache(CONFIG, self.capacity, self.recipe)
+        import_blocks(self.cache, blocks)
         self.handles = None
 
     @invariant()

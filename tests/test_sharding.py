@@ -96,12 +96,35 @@ def test_what_cannot_be_split_is_refused(mesh):
     with pytest.raises(RuntimeError, match="bias must be placed as S"):
         torch_fp4kv.quantize(new, scale, bias=place(mesh, bias, Replicate()))
     mixed = [place(mesh, t, Shard(1) if i else Replicate()) for i, t in enumerate(cache())]
-    with pytest.raises(RuntimeError, match="k_scales must be placed as k_data is"):
+    with pytest.raises(ValueError, match="k_scales must be placed as k_data is"):
         torch_fp4kv.append(*mixed, new, new, slots, scale, scale)
     pages = [place(mesh, t, Shard(2)) for t in cache()]
-    with pytest.raises(RuntimeError, match="k_data must be replicated or Shard"):
+    with pytest.raises(ValueError, match="k_data must be replicated or Shard"):
         torch_fp4kv.append(*pages, new, new, slots, scale, scale)
     three = [place(mesh, t, Shard(1)) for t in cache(3)]
     odd = place(mesh, x[:, :3], Shard(1))
-    with pytest.raises(RuntimeError, match="heads cannot be split evenly over 2 ranks"):
+    with pytest.raises(ValueError, match="heads cannot be split evenly over 2 ranks"):
         torch_fp4kv.append(*three, odd, odd, slots, scale, scale)
+    heads = [place(mesh, t, Shard(1)) for t in cache()]
+    with pytest.raises(TypeError, match="slots must be a DTensor, as the others are, got a Tensor"):
+        torch_fp4kv.append(*heads, new, new, torch.arange(6)[None], scale, scale)
+    with pytest.raises(TypeError, match="k_scales must be a DTensor"):
+        torch_fp4kv.append(heads[0], cache()[1], *heads[2:], new, new, slots, scale, scale)
+    assert not any(t.to_local().any() for t in heads)
+
+
+def test_exact_copies_and_transforms_go_with_their_heads(mesh):
+    torch.manual_seed(0)
+    x, slots, g = torch.randn(1, HEADS, 6, DIM), torch.arange(6)[None], torch.tensor(0.01)
+    bias, transform = torch.randn(HEADS, DIM), torch.eye(DIM).expand(HEADS, -1, -1) * torch.rand(HEADS, 1, 1)
+    exact = torch.zeros(1, HEADS, 9, DIM)
+    want, copies = cache(), {"k_exact": exact.clone(), "v_exact": exact.clone()}
+    options = {"k_bias": bias, "v_bias": bias, "k_transform": transform.contiguous()}
+    torch_fp4kv.append(*want, x, x, slots, g, g, **options, **copies, exact_slots=slots)
+    mine = [place(mesh, t, Shard(1)) for t in cache()]
+    placed = {name: place(mesh, exact.clone(), Shard(1)) for name in copies}
+    heads = {name: place(mesh, t, Shard(0)) for name, t in options.items()}
+    whole = [place(mesh, t, Replicate()) for t in (x, x, slots, g, g)]
+    torch_fp4kv.append(*mine, *whole, **heads, **placed, exact_slots=whole[2])
+    for got, expected in zip([*mine, *placed.values()], [*want, *copies.values()]):
+        assert torch.equal(got.to_local(), place(mesh, expected, Shard(1)).to_local())

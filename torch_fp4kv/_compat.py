@@ -207,13 +207,40 @@ def while_loop(
 def register_sharding(op: Any, rule: Callable[..., Any]) -> None:
     """Makes `rule` say how DTensor splits the overload `op`; see `torch.distributed.tensor.experimental`.
 
-    DTensor keeps what a rule said, by default for all keyword arguments alike, which here change the answer.
+    DTensor keeps what a rule said, by default for all keyword arguments alike, which here change the answer. From torch
+    2.14 it takes an op that mutates a keyword argument for an out variant, so such an op is called here, on the local
+    tensors.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor.experimental import register_sharding
 
+    dispatcher = DTensor._op_dispatcher
+    if any(argument.is_out for argument in op._schema.arguments):
+        dispatcher._custom_op_handlers[op] = _on_local_tensors(rule)
+        return
     register_sharding(op)(rule)
     names = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
-    known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-    known[op] = RuntimeSchemaInfo(static_kwargkey=names, needs_pytree=True)
+    dispatcher.sharding_propagator.op_to_schema_info[op] = RuntimeSchemaInfo(static_kwargkey=names, needs_pytree=True)
+
+
+def _on_local_tensors(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """What DTensor calls in place of an op without results."""
+    from torch.distributed.tensor import DTensor
+
+    def spec(argument: Any) -> Any:
+        return argument._spec if isinstance(argument, DTensor) else argument
+
+    def local(argument: Any, placement: Any) -> Any:
+        if not isinstance(argument, DTensor):
+            return argument
+        if argument.placements != (placement,):
+            argument = argument.redistribute(placements=[placement])
+        return argument.to_local()
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ((_, placements),) = rule(*map(spec, args), **{name: spec(value) for name, value in kwargs.items()})
+        options = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in kwargs.items()}
+        op(*map(local, args, placements), **options)
+
+    return handler

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from . import _compat
 from .ops.append import APPEND
 from .ops.attention import ATTENTION, ATTENTION_WITH_LSE
@@ -81,6 +83,9 @@ def _over_heads(op: Any) -> Any:
         from torch.distributed.tensor import Replicate, Shard
 
         given = dict(zip(names, args, strict=True))
+        for name, tensor in (*given.items(), *kwargs.items()):
+            if isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name} must be a DTensor, as the others are, got a {type(tensor).__name__}")
         held = _placement(given["k_data"], "k_data")
         ranks, heads = given["k_data"].mesh.size(), given["k_data"].shape[1]
         if held not in (Replicate(), Shard(1)):

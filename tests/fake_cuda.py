@@ -34,12 +34,14 @@ def cuda_code(
     function: Callable[..., Any],
     *arguments: tuple[Sequence[int], torch.dtype],
     dynamic_dims: dict[int, int] | None = None,
+    state: Callable[[], Any] | None = None,
     **options: Any,
 ) -> str:
     """The Python module, Triton kernels included, that `torch.compile(function)` generates for an H200.
 
     Args:
         arguments: `(shape, dtype)` of each tensor argument of `function`, contiguous.
+        state: makes what `function` takes before its tensors, a cache for one.
         dynamic_dims: for each argument (by position) that has one its dynamic dimension.
         options: for `torch.compile`.
     """
@@ -50,8 +52,9 @@ def cuda_code(
         tensors = [torch.empty(tuple(shape), dtype=dtype, device="cuda") for shape, dtype in arguments]
         for position, dim in (dynamic_dims or {}).items():
             torch._dynamo.mark_dynamic(tensors[position], dim)
+        before = () if state is None else (state(),)
         try:
-            torch.compile(function, fullgraph=True, **options)(*tensors)
+            torch.compile(function, fullgraph=True, **options)(*before, *tensors)
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, _Generated):
@@ -72,6 +75,7 @@ def driver() -> Iterator[None]:
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.runtime import hints
     from torch._subclasses import FakeTensor, fake_tensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
 
@@ -100,6 +104,14 @@ def driver() -> Iterator[None]:
 
     def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         return torch.ops.aten.copy_.default(target, source, non_blocking)
+
+    def getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
+        for dim, part in enumerate(index if isinstance(index, tuple) else (index,)):
+            if part is None:
+                x = torch.ops.aten.unsqueeze.default(x, dim)
+            else:
+                x = torch.ops.aten.slice.Tensor(x, dim, part.start, part.stop, part.step or 1)
+        return x
 
     properties = hints.DeviceProperties(
         type="cuda",
@@ -142,8 +154,9 @@ def driver() -> Iterator[None]:
             get_device_properties=staticmethod(lambda *_a: PROPERTIES),
             current_device=staticmethod(lambda: 0),
         ),
-        # The method's own binding asks for a CUDA device guard, which a CPU build of torch does not have.
-        mock.patch.object(FakeTensor, "copy_", copy_, create=True),
+        # The methods' own bindings ask for a CUDA device guard, which a CPU build of torch does not have.
+        mock.patch.multiple(FakeTensor, create=True, copy_=copy_, __getitem__=getitem),
+        mock.patch.multiple(FunctionalTensor, create=True, copy_=copy_, __getitem__=getitem),
         mock.patch.object(fake_tensor, "init_gpu_context", lambda _device: None, create=True),
         # Its attention patterns are traced on real tensors.
         mock.patch.object(joint_graph, "lazy_init", lambda *_a, **_k: None),

@@ -106,6 +106,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bias of V": {"v_bias": V_BIAS},
     "float32 result": {"out_dtype": torch.float32},
     "transformed and shifted K": {
+        "k_rotation": 64,
         "q_stored": torch.linspace(-1, 1, 3 * 4 * 128).sin().view(3, 4, 1, 128).bfloat16(),
         "stored_bias": torch.linspace(-3, 3, 12).view(3, 4, 1),
     },

@@ -13,6 +13,7 @@ from torch import Tensor
 import torch_fp4kv
 from torch_fp4kv.ops.call import AttentionCall
 from torch_fp4kv.ops.format import blocks, reference
+from torch_fp4kv.ops.format.rotation import rotate
 
 GLOBAL_SCALES = (1e-6, 2.0**-8, 0.1, 1 / 3, 1.0, 1e3)
 HEAD_SIZES = (16, 64, 80, 96, 112, 128, 144, 576)
@@ -79,6 +80,9 @@ APPENDS: dict[str, dict[str, Any]] = {
     "bias": {"tensors": BIASES},
     "fp8 bias": {"tensors": BIASES, "k_format": "fp8", "v_format": "fp8"},
     "exact bias": {"tensors": BIASES, "k_format": "exact", "v_format": "exact"},
+    "rotated": {"k_rotation": 64, "tensors": BIASES, "scale_rule": "mse", "exact": 9},
+    "rotated in 16s": {"k_rotation": 16, "head_dim": 80, "v_head_dim": 112, "tokens": 70},
+    "rotated, fp8": {"k_rotation": 64, "head_dim": 576, "k_format": "fp8"},
     "one page": {"pages": 1, "page_size": 480},
     **{f"layout {name}": {"layout": layout, "tokens": 20} for name, layout in LAYOUTS.items()},
 }
@@ -171,6 +175,7 @@ PREFILLS: dict[str, dict[str, Any]] = {
     "4-token scales": {"v_scale_layout": "4token", "page_size": 16, "new": True},
     "fp8": {"k_format": "fp8", "v_format": "fp8", "new": True},
     "exact": {"k_format": "exact", "v_format": "exact", "new": True},
+    "rotated keys": {"k_rotation": 64, "new": True},
 }
 
 
@@ -190,6 +195,10 @@ def check_prefill(call: AttentionCall, device: str, tolerance: float) -> None:
     fields = {n: getattr(call, n) for n in AttentionCall.__slots__ if isinstance(getattr(call, n), Tensor)}
     moved = replace(call, **{n: t.to(device) for n, t in fields.items()}, out_dtype=torch.float32)
     out, lse = prefill.run(moved)
+    if call.k_rotation:
+        # The tensor cores take rotated queries in 16 bits.
+        rotated = rotate(call.q, call.k_rotation).to(call.q.dtype)
+        call = replace(call, q_stored=rotated, k_rotation=0)
     expected, expected_lse = oracle.attend(call)
     assert lse is not None
     assert float((out.cpu() - expected).norm() / expected.norm()) < tolerance

@@ -60,6 +60,12 @@ def check(call: AttentionCall, out: Tensor, lse: Tensor | None = None) -> None:
         assert float(error.max() if error.numel() else 0.0) <= lse_budget, f"{float(error.max())} > {lse_budget}"
 
 
+def hadamard(size: int) -> Tensor:
+    """Orthonormal float64 `[size, size]`: -1 where row and column number have an odd number of bits in common."""
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    return torch.tensor(signs, dtype=torch.float64) * size**-0.5
+
+
 def _row(
     call: AttentionCall, b: int, pages: tuple[Tensor, Tensor], num_new: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -71,6 +77,8 @@ def _row(
     k, v = (x.to(dtype).repeat_interleave(call.group, 0) for x in (k, v))
     q = call.q[b, :, :num_new].to(dtype)
     q_stored = q if call.q_stored is None else call.q_stored[b, :, :num_new].to(dtype)
+    if call.k_rotation:
+        q_stored = (q_stored.unflatten(-1, (-1, call.k_rotation)) @ hadamard(call.k_rotation).to(q)).flatten(-2)
     from_storage = q_stored @ k.transpose(1, 2)
     if call.stored_bias is not None:
         from_storage = from_storage + call.stored_bias[b, :, :num_new, None].to(dtype)

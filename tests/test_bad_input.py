@@ -254,6 +254,16 @@ BAD_APPEND: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bias of one head": ({"k_bias": torch.zeros(32)}, ValueError, "k_bias must have shape [3, 32], got [32]"),
     "bias dtype": ({"v_bias": torch.zeros(3, 32).half()}, TypeError, "v_bias must be torch.float32"),
     "bias elsewhere": ({"v_bias": torch.zeros(3, 32, device=META)}, ValueError, "v_bias is on meta"),
+    "rotation": (
+        {"k_rotation": 48},
+        ValueError,
+        "k_rotation must be 0 or a power of two that divides the head size 32",
+    ),
+    "rotation and transform": (
+        {"k_rotation": 16, "k_transform": torch.eye(32).expand(3, -1, -1)},
+        ValueError,
+        "k_rotation and k_transform exclude each other",
+    ),
     "transform": ({"k_transform": torch.eye(32)}, ValueError, "k_transform must have shape [3, 32, 32], got [32, 32]"),
     "exact copies without slots": (exact(exact_slots=None), ValueError, "k_exact, v_exact and exact_slots go together"),
     "exact slot beyond": (
@@ -362,6 +372,11 @@ BAD_ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "row 0: exact_from must be at least 5, the oldest of the 4 tokens that the exact slots hold, got 4",
     ),
     "exact_from elsewhere": ({"ring": 4, "exact_from": rows(5, 1).to(META)}, ValueError, "exact_from is on meta"),
+    "rotation": (
+        {"k_rotation": 64},
+        ValueError,
+        "k_rotation must be 0 or a power of two that divides the head size 32",
+    ),
     "q_stored": ({"q_stored": torch.zeros(2, 4, 1, 32)}, ValueError, "q_stored must have shape [2, 4, 2, 32]"),
     "stored_bias": (
         {"stored_bias": torch.zeros(2, 4)},

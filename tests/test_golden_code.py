@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
+
 import pytest
 import torch
 from compiled import Generated, generated
@@ -19,6 +22,9 @@ from decode_step import (
     STORAGE,
     U8,
     append_step,
+    attention_arguments,
+    attention_step,
+    caches,
     rope,
     step_arguments,
 )
@@ -99,6 +105,26 @@ launch triton_poi_fused_add_attention_cat_mul_neg_split_transpose_view_1
 call torch.ops.fp4kv.attention.default
 """,
     )
+
+
+LAUNCHES = {"append": 1, "attention": 2}
+"""Kernels of an op that compiled code calls, without a rotation of queries; see `test_kernels_offline.py` and
+`test_decode_ptx.py`."""
+
+
+@pytest.mark.parametrize(("recipe", "expected"), [("nvfp4", 6), ("nvfp4-plain", 4), ("k8v4", 5)])
+def test_launches_a_layer_and_decode_step(recipe: str, expected: int) -> None:
+    """From RoPE, that of the queries included, to the output of attention; positions are advanced once a step."""
+
+    def launches(layers: int) -> int:
+        code = Generated(cuda_code(attention_step, *attention_arguments(layers), state=partial(caches, recipe, layers)))
+        check(code)
+        assert "extern_kernels" not in code.calls
+        ops = re.findall(r"torch\.ops\.fp4kv\.(\w+)\.default\(", code.calls)
+        rotations = ops.count("attention") if recipe == "nvfp4" else 0
+        return code.num_kernels + sum(LAUNCHES[op] for op in ops) + rotations
+
+    assert launches(3) - launches(2) == expected
 
 
 def test_prefill_of_static_length_is_one_cuda_kernel() -> None:

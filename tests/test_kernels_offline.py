@@ -43,7 +43,8 @@ def append_kernel(capability: int, tokens: int, rule: str = "amax", **options: A
             scale_rule=rule,
             **options,
         )
-    return compiled[0]
+    (kernel,) = compiled
+    return kernel
 
 
 @capabilities
@@ -93,6 +94,18 @@ def test_append_with_ring_bias_and_transform(capability: int) -> None:
     )
     assert kernel.spills == 0
     assert kernel.count("HMMA", "HGMMA", "UTC") == 0, "float32 products, no tf32"
+
+
+@capabilities
+def test_append_rotates_in_registers(capability: int) -> None:
+    plain, kernel = (append_kernel(capability, 4096, k_bias=torch.empty(8, 128), k_rotation=r) for r in (0, 128))
+    assert kernel.spills == 0
+    assert kernel.shared == 0
+    assert kernel.count("BAR") == 0
+    # Half of the kernel is K's: three of seven stages have their pairs in other lanes.
+    elements = append.N * 16 / (32 * append.NUM_WARPS)
+    assert kernel.count("SHFL") <= 3 * elements
+    assert len(kernel.instructions) - len(plain.instructions) <= 16 * elements
 
 
 @capabilities

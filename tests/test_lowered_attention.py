@@ -29,6 +29,7 @@ COMPILED = {
         "v_format": "block-fp4",
         "dtype": torch.bfloat16,
     },
+    "rotated keys": {"lengths": (63, 9), "k_rotation": 64},
     "mask and sink logits": {"lengths": (40, 9), "mask": torch.arange(40) % 3 > 0, "sink_logits": torch.ones(4)},
 }
 

@@ -234,9 +234,10 @@ def test_one_graph_serves_two_lengths(op: str) -> None:
     [
         ({"skip_negative": True}, "skip_negative"),
         ({"k_transform": torch.eye(DIM).expand(HEADS, -1, -1)}, "k_transform"),
+        ({"k_rotation": DIM}, "k_rotation"),
         ({"scale_rule": "mse"}, "mse"),
     ],
-    ids=["skip_negative", "k_transform", "mse"],
+    ids=["skip_negative", "k_transform", "k_rotation", "mse"],
 )
 def test_append_left_to_the_op_says_why(options: dict[str, object], reason: str) -> None:
     storage = (*cache("nvfp4", torch.float32), *cache("nvfp4", torch.float32))

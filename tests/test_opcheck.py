@@ -113,6 +113,11 @@ def test_append_with_all_arguments(formats: dict[str, str]) -> None:
     )
 
 
+def test_append_with_a_rotation() -> None:
+    k = data("plain", "transposed", torch.float32)
+    opcheck(torch.ops.fp4kv.append.default, *append_arguments(k), k_bias=torch.randn(3, 32), k_rotation=32)
+
+
 def attention_arguments(**options: Any) -> tuple[list[Any], dict[str, Any]]:
     call = calls.make(head_dim=32, **options)
     fields = {name: getattr(call, name) for name in call.__slots__ if name != "return_lse"}
@@ -148,4 +153,5 @@ def test_attention_of_strided_queries_and_masks(view: str) -> None:
     kwargs["mask"] = torch.rand(2, 1, 9, 4).transpose(2, 3) > 0.5
     kwargs["sink_logits"] = torch.randn(8)[::2]
     kwargs["q_stored"] = VIEWS[view](torch.randn(args[0].shape))
+    kwargs["k_rotation"] = 16
     opcheck(torch.ops.fp4kv.attention_with_lse.default, *args, **kwargs)

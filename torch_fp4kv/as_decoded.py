@@ -23,6 +23,7 @@ from torch import Tensor
 from .cache.positions import Positions
 from .cache.storage import LayerStorage
 from .ops.dequantize import values
+from .ops.format.rotation import rotate
 from .recipe import LayerCalibration, Recipe
 
 NAME = "fp4kv_as_decoded"
@@ -69,6 +70,8 @@ class StoredText:
         folded, shape = q.flatten(0, 1)[None], q.shape[:2]
         q_stored, bias = self.storage.stored_query(folded), self.storage.query_bias(folded)
         q_stored = q if q_stored is None else q_stored[0].unflatten(0, shape)
+        if self.storage.k_rotation:
+            q_stored = rotate(q_stored, self.storage.k_rotation)
         return q_stored, None if bias is None else bias[0].unflatten(0, shape)
 
     def exact_parts(self, query: Tensor, key: Tensor) -> list[tuple[slice, Tensor]]:

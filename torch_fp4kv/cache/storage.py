@@ -20,11 +20,12 @@ from ..ops.append import append
 from ..ops.attention import attention
 from ..ops.dequantize import values
 from ..ops.format.constants import BLOCK, E4M3_MAX, SCALE_MAX
+from ..ops.format.rotation import largest_block, rotate
 from ..recipe import LayerCalibration, Matrix, Recipe
 from ..scales import choose_global_scale, scale_without_clipping
 from .buffers import allocate
 from .positions import RING_SLACK, Positions
-from .transform import k_and_q_transforms, shared_rotation
+from .transform import k_and_q_transforms
 
 MAX_DECODE_TOKENS = 16
 """Up to as many new tokens read their own K and V from the cache; more are a prefill and see each other exactly."""
@@ -33,7 +34,7 @@ MIN_BIAS_TOKENS = 8
 """Fewer first tokens give no bias, and without one K is not rotated."""
 
 ROW_TENSORS = ("k_data", "k_scales", "v_data", "v_scales", "k_exact", "v_exact")
-_HEAD_TENSORS = ("k_global", "v_global", "k_bias", "v_bias")
+_HEAD_TENSORS = ("k_global", "v_global", "k_bias", "v_bias", "k_transform", "q_transform")
 
 
 class LayerStorage:
@@ -43,8 +44,8 @@ class LayerStorage:
         k_data, k_scales, v_data, v_scales: as `fp4kv::append` takes them, with one page of T tokens a row.
         k_global, v_global: float32 `[H]`, calibrated, or chosen from the first tokens and frozen until `reset`.
         k_bias, v_bias: float32 `[H, D]` and `[H, Dv]` or None; k_transform, q_transform: float32 `[H, D, D]` or None.
-            Stored K is `(k - k_bias) @ k_transform`; it meets `q @ q_transform`, and `q · k_bias` is added to the
-            score. Stored V is `v - v_bias`.
+            Stored K is `(k - k_bias) @ k_transform`, or without one rotated in blocks of `k_rotation` channels; it
+            meets `q @ q_transform`, or q rotated, and `q · k_bias` is added to the score. Stored V is `v - v_bias`.
         k_exact, v_exact: `[B, H, E, ·]` or None, in the model's dtype.
         empty: no token has been stored since the last reset.
         frozen: bias and scales stay, also for the first tokens after a reset.
@@ -110,7 +111,8 @@ class LayerStorage:
             if recipe.equalize_k:
                 self.k_transform = allocate((heads, k.shape[-1], k.shape[-1]), torch.float32, device)
                 self.q_transform = allocate((heads, k.shape[-1], k.shape[-1]), torch.float32, device)
-            self._set_transforms(recipe.rotate_k)
+            self.rotated = recipe.rotate_k
+            self._set_transforms()
         for name in ("k_scale", "v_scale"):
             numbers = getattr(calibration, name)
             if numbers is not None and len(numbers) not in (1, heads):
@@ -137,23 +139,26 @@ class LayerStorage:
     def set_rotated(self, rotated: bool) -> None:
         """Stores K rotated, or not, from now on."""
         if rotated != self.rotated:
-            self._set_transforms(rotated)
+            self.rotated = rotated
+            self._set_transforms()
 
-    def _set_transforms(self, rotate: bool) -> None:
+    def _set_transforms(self) -> None:
+        if self.k_transform is None or self.q_transform is None:
+            return
         heads, dim = self.k_data.shape[1], self.head_dim
-        if self.recipe.equalize_k:
-            assert self.k_transform is not None and self.q_transform is not None
-            calibration = self.recipe.calibration[0]
-            factors = _calibrated(calibration.k_factors, (heads, dim), "k_factors")
-            order = None
-            if calibration.k_order is not None:
-                order = _calibrated(calibration.k_order, (heads, dim), "k_order").long()
-            k_transform, q_transform = k_and_q_transforms(factors, rotate, order)
-            self.k_transform.copy_(k_transform)
-            self.q_transform.copy_(q_transform)
-        else:
-            self.k_transform = self.q_transform = shared_rotation(heads, dim, rotate, self.k_data.device)
-        self.rotated = rotate
+        calibration = self.recipe.calibration[0]
+        factors = _calibrated(calibration.k_factors, (heads, dim), "k_factors")
+        order = None
+        if calibration.k_order is not None:
+            order = _calibrated(calibration.k_order, (heads, dim), "k_order").long()
+        k_transform, q_transform = k_and_q_transforms(factors, self.rotated, order)
+        self.k_transform.copy_(k_transform)
+        self.q_transform.copy_(q_transform)
+
+    @property
+    def k_rotation(self) -> int:
+        """Channels that are rotated together; 0 where K is not rotated, or `k_transform` does it."""
+        return largest_block(self.head_dim) if self.rotated and self.k_transform is None else 0
 
     def _data(self, storage_format: str, x: Tensor, pages: int | None = None) -> tuple[Tensor, Tensor | None]:
         batch, heads, _, dim = x.shape
@@ -182,7 +187,7 @@ class LayerStorage:
         return data.shape[-1] * (BLOCK if storage_format in ("nvfp4", "block-fp4") else 1)
 
     def stored_query(self, q: Tensor) -> Tensor | None:
-        """What stored K meets in place of `q` `[B, Hq, n, D]`; None if it is q itself."""
+        """What stored K meets in place of `q` `[B, Hq, n, D]`, before `k_rotation`; None if it is q itself."""
         if self.q_transform is None:
             return None
         grouped = q.to(torch.float32).unflatten(1, (self.q_transform.shape[0], -1))
@@ -197,9 +202,8 @@ class LayerStorage:
         return (grouped * self.k_bias[:, None, None, :]).sum(-1).flatten(1, 2)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that holds state, by name; a rotation that all layers share is none."""
-        transforms = ("k_transform", "q_transform") if self.recipe.equalize_k else ()
-        for name in ROW_TENSORS + _HEAD_TENSORS + transforms:
+        """Every tensor that holds state, by name."""
+        for name in ROW_TENSORS + _HEAD_TENSORS:
             tensor = getattr(self, name, None)
             if tensor is not None:
                 yield name, tensor
@@ -268,6 +272,7 @@ class LayerStorage:
             k_bias=self.k_bias,
             v_bias=self.v_bias,
             k_transform=self.k_transform,
+            k_rotation=self.k_rotation,
             k_exact=self.k_exact,
             v_exact=self.v_exact,
             exact_slots=None if self.k_exact is None else exact_slots,
@@ -307,6 +312,8 @@ class LayerStorage:
         if self.k_transform is not None:
             with torch.autocast(k.device.type, enabled=False):
                 stored = stored @ self.k_transform
+        if self.k_rotation:
+            stored = rotate(stored, self.k_rotation)
         calibration = self.recipe.calibration[0] if self.recipe.calibration else LayerCalibration()
         for target, x, kind, known in (
             (self.k_global, stored, self.recipe.k_format, calibration.k_scale),
@@ -471,6 +478,7 @@ class Update:
             num_sink_tokens=0 if k_exact is None else storage.recipe.num_sink_tokens,
             q_stored=storage.stored_query(q),
             stored_bias=storage.query_bias(q),
+            k_rotation=storage.k_rotation,
             v_bias=storage.v_bias,
             mask=mask,
             sink_logits=sink_logits,
@@ -499,6 +507,8 @@ class Update:
         k = values(storage.k_data, storage.k_scales, storage.k_global, storage.recipe.k_format)
         if storage.q_transform is not None:
             k = k @ storage.q_transform.transpose(-1, -2)
+        if storage.k_rotation:
+            k = rotate(k, storage.k_rotation)
         if storage.k_bias is not None:
             k = k + storage.k_bias[:, None, :]
         return self._in_order(k, storage.k_exact, self.k_new)

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from ..ops.format.constants import BLOCK
-
-_rotations: dict[tuple[int, int, bool, torch.device], Tensor] = {}
+from ..ops.format.rotation import largest_block
 
 
 def hadamard(size: int, block: int | None = None) -> Tensor:
     """Orthonormal float32 `[size, size]`: Sylvester's Hadamard matrix, block-diagonal in `block`, a power of two (the
     largest that divides `size` if None)."""
-    block = block or size & -size
+    block = block or largest_block(size)
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < block:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
@@ -33,18 +32,3 @@ def k_and_q_transforms(factors: Tensor, rotate: bool, order: Tensor | None = Non
     if order is not None:
         rotation = torch.nn.functional.one_hot(order, dim).to(torch.float32).transpose(-1, -2) @ rotation
     return factors.unsqueeze(-1) * rotation, factors.reciprocal().unsqueeze(-1) * rotation
-
-
-def shared_rotation(heads: int, dim: int, rotate: bool, device: torch.device) -> Tensor:
-    """float32 `[H, D, D]`, a Hadamard matrix a head (the identity without `rotate`): one tensor for all layers and
-    caches, which nobody writes."""
-    key = (heads, dim, rotate, device)
-    rotation = _rotations.get(key)
-    if rotation is None:
-        with torch.inference_mode(False):
-            matrix = hadamard(dim) if rotate else torch.eye(dim)
-            rotation = matrix.to(device).expand(heads, -1, -1).contiguous()
-        if not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(rotation)
-            _rotations[key] = rotation
-    return rotation

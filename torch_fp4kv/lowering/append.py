@@ -23,13 +23,20 @@ from .quantize import per_block, scale_rule_unsupported
 
 
 def unsupported(
-    *_args: Any, k_transform: Any = None, skip_negative: bool = False, scale_rule: str = "amax", **_options: Any
+    *_args: Any,
+    k_transform: Any = None,
+    k_rotation: int = 0,
+    skip_negative: bool = False,
+    scale_rule: str = "amax",
+    **_options: Any,
 ) -> str | None:
     """Why these arguments are left to the op itself, or None."""
     if skip_negative:
         return "skip_negative leaves tokens out, and a compiled write has no mask"
     if k_transform is not None:
         return "k_transform is a matrix product of its own"
+    if k_rotation:
+        return "k_rotation mixes a head's blocks, and compiled code has one block at a time"
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for, and a compiled write is a scatter"
     return scale_rule_unsupported(scale_rule)

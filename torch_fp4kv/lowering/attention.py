@@ -64,6 +64,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     batch, heads, num_queries, _ = call.q.shape
     if call.empty_lse().numel() == 0:
         return call.empty_out(), call.empty_lse()
+    call = call.rotated()  # once, and not in every turn of the loop
     block = max(1, torch_attention.SCORE_ELEMENTS // (batch * heads * torch_attention.tile_size(call)))
     blocks = [_attend(call, first, min(first + block, num_queries)) for first in range(0, num_queries, block)]
     outs, lses = zip(*blocks)

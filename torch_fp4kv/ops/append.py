@@ -13,7 +13,7 @@ from torch import Tensor
 from . import backends, checks
 from ._library import define
 from .call import AppendCall, head_dim_of
-from .format import blocks, e4m3, layout
+from .format import blocks, e4m3, layout, rotation
 from .format.constants import SCALE_MAX
 
 
@@ -31,6 +31,7 @@ def append(
     k_bias: Tensor | None = None,
     v_bias: Tensor | None = None,
     k_transform: Tensor | None = None,
+    k_rotation: int = 0,
     k_exact: Tensor | None = None,
     v_exact: Tensor | None = None,
     exact_slots: Tensor | None = None,
@@ -52,6 +53,7 @@ def append(
         k_global, v_global: decode scales: a number, or float32 `[]` or `[H]`.
         k_bias, v_bias: float32 `[H, D]` and `[H, Dv]`, subtracted before quantising.
         k_transform: float32 `[H, D, D]`; stored K is `(k - k_bias) @ k_transform`.
+        k_rotation: if not 0, stored K is `k - k_bias` rotated in blocks of so many channels (`format/rotation.py`).
         k_exact, v_exact: mutated. `[≥B, H, E, D]` and `[≥B, H, E, Dv]`: the raw k and v are also written at
             `exact_slots` (int64 `[B, L]`, within a row); slot E - 1 is scratch, nobody reads it.
         skip_negative: leave out tokens whose slot is negative (padding of a captured graph), exact copies included.
@@ -81,6 +83,9 @@ def append(
     checks.bias(k_bias, ((heads, head_dim),), k.device, "k_bias")
     checks.bias(v_bias, ((heads, v.shape[3]),), k.device, "v_bias")
     checks.bias(k_transform, ((heads, head_dim, head_dim),), k.device, "k_transform")
+    checks.rotation(k_rotation, head_dim)
+    if k_rotation and k_transform is not None:
+        raise ValueError("k_rotation and k_transform exclude each other: let k_transform rotate")
     torch.ops.fp4kv.append(
         k_data,
         k_scales,
@@ -94,6 +99,7 @@ def append(
         k_bias=k_bias,
         v_bias=v_bias,
         k_transform=k_transform,
+        k_rotation=k_rotation,
         k_exact=k_exact,
         v_exact=v_exact,
         exact_slots=exact_slots,
@@ -197,6 +203,8 @@ def _append(call: AppendCall) -> None:
     stored_k = _stored(k, call.k_bias)
     if call.k_transform is not None:
         stored_k = stored_k.to(torch.float32) @ call.k_transform
+    if call.k_rotation:
+        stored_k = rotation.rotate(stored_k, call.k_rotation)
     _write(call, call.k_data, call.k_scales, stored_k, call.k_global, keep, call.k_format, "linear")
     stored_v = _stored(v, call.v_bias)
     _write(call, call.v_data, call.v_scales, stored_v, call.v_global, keep, call.v_format, call.v_scale_layout)
@@ -291,9 +299,9 @@ def _fake(
 APPEND = define(
     "append(Tensor(a!) k_data, Tensor(b!)? k_scales, Tensor(c!) v_data, Tensor(d!)? v_scales, Tensor k, Tensor v, "
     "Tensor slots, Tensor k_global, Tensor v_global, *, Tensor? k_bias=None, Tensor? v_bias=None, "
-    "Tensor? k_transform=None, Tensor(e!)? k_exact=None, Tensor(f!)? v_exact=None, Tensor? exact_slots=None, "
-    'bool skip_negative=False, str k_format="nvfp4", str v_format="nvfp4", str scale_rule="amax", '
-    'str v_scale_layout="linear", str backend="auto") -> ()',
+    "Tensor? k_transform=None, int k_rotation=0, Tensor(e!)? k_exact=None, Tensor(f!)? v_exact=None, "
+    'Tensor? exact_slots=None, bool skip_negative=False, str k_format="nvfp4", str v_format="nvfp4", '
+    'str scale_rule="amax", str v_scale_layout="linear", str backend="auto") -> ()',
     body=_body,
     fake=_fake,
 )

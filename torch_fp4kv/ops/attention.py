@@ -27,8 +27,9 @@ Exact copies stand in for stored tokens: positions ≥ lengths - n come from `k_
 `R = E - num_sink_tokens - 1` (the last slot takes writes that nobody reads). All other positions come from storage.
 
 Scores: `softcap(scale · q·k)` with `softcap(s) = c · tanh(s / c)` for c > 0 (Gemma 2), then the mask. Stored K may be
-shifted and transformed: stored keys meet `q_stored` ([B, Hq, L, D], default q) and their product gets `stored_bias`
-([B, Hq, L] float32, = q·μ) added before scaling, so exact and stored keys stand in one softmax. `v_bias` ([H, Dv]
+shifted and transformed: stored keys meet `q_stored` ([B, Hq, L, D], default q), rotated in blocks of `k_rotation`
+channels if that is not 0 (`format/rotation.py`), and their product gets `stored_bias` ([B, Hq, L] float32, = q·μ) added
+before scaling, so exact and stored keys stand in one softmax. `v_bias` ([H, Dv]
 float32) is added to every stored V. `sink_logits` ([Hq]) adds `exp(sink)` to each denominator (GPT-OSS); the
 log-sum-exp of a query (not padding) that sees nothing is then its sink.
 
@@ -52,7 +53,7 @@ _ARGUMENTS = (
     "Tensor q, Tensor k_data, Tensor? k_scales, Tensor v_data, Tensor? v_scales, Tensor k_global, Tensor v_global, "
     "Tensor lengths, *, Tensor? q_lengths=None, Tensor? starts=None, Tensor? block_table=None, Tensor? k_new=None, "
     "Tensor? v_new=None, Tensor? k_exact=None, Tensor? v_exact=None, Tensor? exact_from=None, int num_sink_tokens=0, "
-    "Tensor? q_stored=None, Tensor? stored_bias=None, Tensor? v_bias=None, Tensor? mask=None, "
+    "Tensor? q_stored=None, Tensor? stored_bias=None, int k_rotation=0, Tensor? v_bias=None, Tensor? mask=None, "
     "Tensor? sink_logits=None, bool causal=True, SymInt window=-1, float softcap=0., float? scale=None, "
     'str k_format="nvfp4", str v_format="nvfp4", str v_scale_layout="linear", ScalarType? out_dtype=None, '
     'str backend="auto"'
@@ -135,6 +136,7 @@ def _check(call: AttentionCall) -> None:
     _check_tokens(call)
     kv_heads = call.num_kv_heads
     checks.bias(call.stored_bias, ((batch, num_heads, num_queries),), call.q.device, "stored_bias")
+    checks.rotation(call.k_rotation, head_dim)
     checks.bias(call.v_bias, ((kv_heads, call.v_head_dim),), call.q.device, "v_bias")
     for tensor, expected, name in (
         (call.q_stored, tuple(call.q.shape), "q_stored"),
@@ -270,6 +272,10 @@ def _run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     if call.q.device.type == "cpu":
         _check_values(call)
     name = backends.choose("attention", call.q.device, call.backend, call).name
+    if name == "triton-gluon":
+        from .kernels.rotation import rotated
+
+        call = rotated(call, call.q.dtype)
     out: tuple[Tensor, Tensor | None] = backends.attention_module(name).run(call)
     return out
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .format.constants import BLOCK
+from .format.rotation import rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class AppendCall:
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
     k_transform: Tensor | None = None
+    k_rotation: int = 0
     k_exact: Tensor | None = None
     v_exact: Tensor | None = None
     exact_slots: Tensor | None = None
@@ -63,6 +65,7 @@ class AttentionCall:
     num_sink_tokens: int = 0
     q_stored: Tensor | None = None
     stored_bias: Tensor | None = None
+    k_rotation: int = 0
     v_bias: Tensor | None = None
     mask: Tensor | None = None
     sink_logits: Tensor | None = None
@@ -106,6 +109,17 @@ class AttentionCall:
     @property
     def softmax_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def query_of_stored(self) -> Tensor:
+        """The query that stored keys meet, before `k_rotation`."""
+        return self.q if self.q_stored is None else self.q_stored
+
+    def rotated(self) -> AttentionCall:
+        """The same call with rotated queries (float32) as `q_stored`, for backends that do not rotate."""
+        if not self.k_rotation:
+            return self
+        return replace(self, q_stored=rotate(self.query_of_stored, self.k_rotation), k_rotation=0)
 
     @property
     def result_dtype(self) -> torch.dtype:

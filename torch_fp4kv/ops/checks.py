@@ -78,6 +78,12 @@ def bias(tensor: Tensor | None, shapes: tuple[tuple[int, ...], ...], device: tor
         raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
 
 
+def rotation(block: int, size: int) -> None:
+    """Raises ValueError unless `block` is 0 or a power of two that divides head size `size`."""
+    if block and (block < 0 or block & (block - 1) or size % block):
+        raise ValueError(f"k_rotation must be 0 or a power of two that divides the head size {size}, got {block}")
+
+
 def shape(tensor: Tensor, expected: tuple[int, ...], name: str) -> None:
     if tuple(tensor.shape) != expected:
         raise ValueError(f"{name} must have shape {list(expected)}, got {list(tensor.shape)}")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .call import AttentionCall
 from .dequantize import values
+from .format.rotation import rotate
 
 TILE_ELEMENTS = 1 << 19
 """Elements of K dequantised at once, over batch and heads."""
@@ -68,6 +69,8 @@ class Queries:
         self.positions = self.lengths[:, None] - num_new[:, None] + index
         self.q = self._grouped(call.q)
         self.q_stored = self.q if call.q_stored is None else self._grouped(call.q_stored)
+        if call.k_rotation:
+            self.q_stored = rotate(self.q_stored, call.k_rotation)
         self.stored_bias = None if call.stored_bias is None else self._grouped(call.stored_bias)
         self.mask = None if call.mask is None else self._own_rows(call.mask)
         self.sink_end = self.starts + call.num_sink_tokens if call.k_exact is not None else self.starts

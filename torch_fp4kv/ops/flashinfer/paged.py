@@ -85,7 +85,7 @@ def _cut(x: Tensor, size: int) -> Tensor:
 
 def fold_query(call: AttentionCall) -> Tensor:
     """float32 `[B, L, Hq, D]`: what meets stored keys, times K's global scale of each head."""
-    q = call.q if call.q_stored is None else call.q_stored
+    q = call.rotated().query_of_stored
     q = q.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
     return q * _per_query_head(call, call.k_global)
 

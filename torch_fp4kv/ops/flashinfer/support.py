@@ -261,7 +261,8 @@ def append_unsupported(call: AppendCall) -> str | None:
         return f"K and V must be nvfp4, got {call.k_format} and {call.v_format}"
     if call.v_scale_layout != "linear":
         return "writes V's scales in linear order only"
-    if call.k_bias is not None or call.v_bias is not None or call.k_transform is not None:
+    transformed = call.k_transform is not None or call.k_rotation != 0
+    if call.k_bias is not None or call.v_bias is not None or transformed:
         return "subtracts no bias and transforms nothing"
     if call.exact_slots is not None:
         return "keeps no exact copies"

@@ -96,6 +96,7 @@ def _append(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROTATION: tl.constexpr,
     FORMAT: tl.constexpr,
     DIVISORS: tl.constexpr,
     SCALE_MAX: tl.constexpr,
@@ -163,6 +164,8 @@ def _append(
             shift = bias + head * D + column[:, None] + element
             lo -= tl.load(shift)
             hi -= tl.load(shift + 8)
+        if ROTATION > 0:
+            lo, hi = nvfp4.rotate(lo, hi, ROTATION, ROTATION**-0.5)
 
     if FORMAT == "nvfp4" or FORMAT == "block-fp4":
         if FORMAT == "nvfp4":
@@ -226,6 +229,7 @@ def append_kernel(
     D: tl.constexpr,
     DV: tl.constexpr,
     K_COLUMNS: tl.constexpr,
+    K_ROTATION: tl.constexpr,
     K_FORMAT: tl.constexpr,
     V_FORMAT: tl.constexpr,
     DIVISORS: tl.constexpr,
@@ -263,6 +267,7 @@ def append_kernel(
             HEADS,
             D,
             K_COLUMNS,
+            K_ROTATION,
             K_FORMAT,
             DIVISORS,
             SCALE_MAX,
@@ -297,6 +302,7 @@ def append_kernel(
             HEADS,
             DV,
             DV,
+            0,
             V_FORMAT,
             DIVISORS,
             SCALE_MAX,
@@ -322,6 +328,7 @@ def append(
     k_bias: Tensor | None = None,
     v_bias: Tensor | None = None,
     k_transform: Tensor | None = None,
+    k_rotation: int = 0,
     k_exact: Tensor | None = None,
     v_exact: Tensor | None = None,
     exact_slots: Tensor | None = None,
@@ -382,6 +389,7 @@ def append(
             D=head_dim,
             DV=v_head_dim,
             K_COLUMNS=columns,
+            K_ROTATION=k_rotation,
             K_FORMAT=k_format,
             V_FORMAT=v_format,
             DIVISORS=SCALE_RULES[scale_rule],

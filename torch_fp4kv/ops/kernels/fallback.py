@@ -18,6 +18,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from . import nvfp4
 from .nvfp4 import FAST
+from .rotation import rotated
 
 SPLIT_TOKENS = 2048
 FEW_ROWS = 128
@@ -421,6 +422,7 @@ def unsupported(call: AttentionCall) -> str | None:
 
 def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Serves `call`."""
+    call = rotated(call, torch.float32)
     q, device = call.q, call.q.device
     batch, query_heads, queries, d = q.shape
     heads, group, dv = call.num_kv_heads, call.group, call.v_head_dim

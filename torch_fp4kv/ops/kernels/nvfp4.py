@@ -73,6 +73,33 @@ def round_to(value, dtype: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def butterfly(x, APART: tl.constexpr):
+    """Of each two elements of float32 `x` that are APART (a power of two) from each other the sum and the difference."""
+    pairs = tl.reshape(x, [x.numel // (2 * APART), 2, APART])
+    bits = pairs.to(tl.int32, bitcast=True)
+    # Both xor one gives the other: one shuffle where a sum and a difference would take two.
+    other = (tl.xor_sum(bits, axis=1)[:, None, :] ^ bits).to(tl.float32, bitcast=True)
+    sign = (1 - 2 * tl.arange(0, 2)).to(tl.float32)[None, :, None]
+    return tl.reshape(other + sign * pairs, x.shape)
+
+
+@triton.jit
+def rotate(lo, hi, BLOCK: tl.constexpr, NORM: tl.constexpr):
+    """Float32 halves `[N, 8]` of consecutive blocks, rotated in blocks of BLOCK elements: see `format/rotation.py`."""
+    for i in tl.static_range(3):
+        if BLOCK > 1 << i:
+            lo = butterfly(lo, 1 << i)
+            hi = butterfly(hi, 1 << i)
+    if BLOCK > 8:
+        lo, hi = lo + hi, lo - hi
+    for i in tl.static_range(4, 13):
+        if BLOCK > 1 << i:
+            lo = butterfly(lo, 1 << (i - 1))
+            hi = butterfly(hi, 1 << (i - 1))
+    return lo * NORM, hi * NORM
+
+
+@triton.jit
 def amax_of(lo, hi, FAST: tl.constexpr):
     """Largest magnitude `[N]` of two float32 halves `[N, 8]`; NaN counts as 0."""
     if not FAST:

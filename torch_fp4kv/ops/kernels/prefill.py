@@ -22,6 +22,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from . import nvfp4
 from .nvfp4 import FAST, INTERPRETED
+from .rotation import rotated
 
 WORKSPACE_BYTES = 256 << 20
 SPLIT_TOKENS = 4096
@@ -587,6 +588,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
     A row's result depends neither on the batch nor on the capacity: slabs and splits have fixed numbers of tokens.
     """
+    call = rotated(call, call.q.dtype)
     out = call.empty_out()
     lse = call.empty_lse() if call.return_lse else None
     batch, heads, num_queries, _ = call.q.shape

@@ -136,8 +136,8 @@ def _below(limit):
 
 
 @triton.jit
-def _half_codes(x, bound, ERROR: tl.constexpr, FAST: tl.constexpr):
-    """The eight codes of a half `[N, 8]` as int32 `[N]`, with their squared error and largest value if `ERROR`.
+def _half_codes(x, bound, FAST: tl.constexpr):
+    """The eight codes of a half `[N, 8]` as int32 `[N]`.
 
     The code is the number of thresholds passed, or 4 plus those of the upper three. Each is 0.0 or 1.0 and enters with
     the weight of its nibble: four nibbles are exact in a float32, so that packing needs no integer instruction.
@@ -156,14 +156,7 @@ def _half_codes(x, bound, ERROR: tl.constexpr, FAST: tl.constexpr):
     code = tl.fma(third, weight, code)
     code = tl.fma(negative, 8.0 * weight, code)
     quads = tl.sum(tl.reshape(code, [code.shape[0], 2, 4]), axis=2).to(tl.int32)
-    packed = tl.sum(quads << (16 * tl.arange(0, 2)[None, :]), axis=1)
-    if ERROR:
-        value = tl.where(upper, 2.0 + first + second + 2.0 * third, 0.5 * (first + second + third))
-        difference = tl.where(x == x, magnitude - value * unit, 0.0)
-        error, largest = tl.sum(difference * difference, axis=1), tl.max(value, axis=1)
-    else:
-        error, largest = bound, bound
-    return packed, error, largest
+    return tl.sum(quads << (16 * tl.arange(0, 2)[None, :]), axis=1)
 
 
 @triton.jit
@@ -173,24 +166,71 @@ def _join(lo, hi):
 
 
 @triton.jit
-def _candidate(lo, hi, amax, g, unit, divisor, SCALE_MAX: tl.constexpr, ERROR: tl.constexpr, FAST: tl.constexpr):
-    """Scale bits, word, squared error and largest code value for one `divisor` of a block's amax."""
+def _nearest(y):
+    """The e2m1 value nearest to `y` in [0, 6].
+
+    A float32 near `2^22 · y` has steps as far apart as e2m1 has at y, of which those at 1 serve below. Subtracting keeps
+    the difference among them also where a sum would pass the next power of two.
+    """
+    big = tl.maximum(y, 1.0 + 2.0**-21)
+    return tl.fma(big, 4194304.0, tl.fma(big, -4194304.0, y))
+
+
+@triton.jit
+def _error(magnitude, bound, inverse):
+    """What the nearest codes lack of a half `[N, 8]` of magnitudes without NaN; `inverse` is about `1 / bound`.
+
+    No threshold is looked at: near one, both codes have nearly the same error.
+    """
+    value = _nearest(tl.minimum(magnitude * inverse[:, None], 6.0))
+    return magnitude - value * bound[:, None]
+
+
+@triton.jit
+def _scale_bits(amax, g, divisor, SCALE_MAX: tl.constexpr):
+    """e4m3 bits (int32) of the block scale for one `divisor` of a block's amax."""
     scale = amax * tl.math.div_rn(1.0, g * divisor)
     if SCALE_MAX < 448.0:
         scale = tl.minimum(scale, SCALE_MAX)
-    bits = e4m3_encode(scale)
-    bound = tl.where(bits > 0, e4m3_decode(bits) * unit, float("inf"))
-    lo_packed, lo_error, lo_largest = _half_codes(lo, bound, ERROR, FAST)
-    hi_packed, hi_error, hi_largest = _half_codes(hi, bound, ERROR, FAST)
-    return bits, _join(lo_packed, hi_packed), lo_error + hi_error, tl.maximum(lo_largest, hi_largest)
+    return e4m3_encode(scale)
+
+
+@triton.jit
+def _search(lo, hi, amax, g, unit, DIVISORS: tl.constexpr, SCALE_MAX: tl.constexpr):
+    """Scale bits `[N]` of the divisor of least squared error: see `blocks.encode`."""
+    lo = tl.where(lo == lo, tl.abs(lo), 0.0)
+    hi = tl.where(hi == hi, tl.abs(hi), 0.0)
+    largest = tl.maximum(tl.max(lo, axis=1), tl.max(hi, axis=1))
+    best = tl.zeros(amax.shape, tl.int32)
+    error = tl.zeros(amax.shape, tl.float32)
+    # A loop, not unrolled: nine candidates in a row take long to compile and run out of the code cache.
+    for i in tl.range(0, len(DIVISORS), num_stages=1):
+        divisor = DIVISORS[0]
+        for j in tl.static_range(1, len(DIVISORS)):
+            divisor = tl.where(i == j, DIVISORS[j], divisor)
+        bits = _scale_bits(amax, g, divisor, SCALE_MAX)
+        scale = e4m3_decode(bits)
+        bound = scale * unit
+        inverse = tl.where(bits > 0, 1.0 / bound, 0.0)
+        lo_error = _error(lo, bound, inverse)
+        hi_error = _error(hi, bound, inverse)
+        new_error = tl.sum(tl.fma(hi_error, hi_error, lo_error * lo_error), axis=1)
+        # No divisor leaves a largest code below 3 to a scale for which that matters.
+        code = tl.where(largest > 5.0 * bound, 6.0, tl.where(largest >= 3.5 * bound, 4.0, 3.0))
+        readable = code * scale <= 448.0
+        better = (i == 0) | ((new_error < error) & readable)
+        best = tl.where(better, bits, best)
+        error = tl.where(better, new_error, error)
+    return best
 
 
 @triton.jit
 def encode(lo, hi, g, DIVISORS: tl.constexpr, SCALE_MAX: tl.constexpr, FAST: tl.constexpr):
     """NVFP4 `(words int64 [N], scale bits int32 [N])` of float32 halves `[N, 8]` under `g`, float32 `[]` or `[N]`.
 
-    `DIVISORS` is the entry of `blocks.SCALE_RULES`, `SCALE_MAX` the largest block scale. Values and bounds are compared after an exact scaling by the power
-    of two that brings `g` into [1, 2), which leaves every comparison as it was and fixes the range of the bounds.
+    `DIVISORS` is the entry of `blocks.SCALE_RULES`, `SCALE_MAX` the largest block scale. Values and bounds are compared
+    after an exact scaling by the power of two that brings `g` into [1, 2), which leaves every comparison as it was and
+    fixes the range of the bounds.
     """
     amax = amax_of(lo, hi, FAST)
     inverse = ((254 << 23) - (g.to(tl.int32, bitcast=True) & 0x7F800000)).to(tl.float32, bitcast=True)
@@ -202,20 +242,12 @@ def encode(lo, hi, g, DIVISORS: tl.constexpr, SCALE_MAX: tl.constexpr, FAST: tl.
     else:
         lo *= inverse
         hi *= inverse
-    NUM_DIVISORS: tl.constexpr = len(DIVISORS)
-    bits, word, error, _largest = _candidate(lo, hi, amax, g, unit, DIVISORS[0], SCALE_MAX, NUM_DIVISORS > 1, FAST)
-    if NUM_DIVISORS > 1:
-        # A loop, not unrolled: nine candidates in a row take half a minute to compile and run out of the code cache.
-        for i in tl.range(1, NUM_DIVISORS, num_stages=1):
-            divisor = DIVISORS[1]
-            for j in tl.static_range(2, NUM_DIVISORS):
-                divisor = tl.where(i == j, DIVISORS[j], divisor)
-            new_bits, new_word, new_error, largest = _candidate(lo, hi, amax, g, unit, divisor, SCALE_MAX, True, FAST)
-            better = (new_error < error) & (largest * e4m3_decode(new_bits) <= 448.0)
-            bits = tl.where(better, new_bits, bits)
-            word = tl.where(better, new_word, word)
-            error = tl.where(better, new_error, error)
-    return word, bits
+    if len(DIVISORS) > 1:
+        bits = _search(lo, hi, amax, g, unit, DIVISORS, SCALE_MAX)
+    else:
+        bits = _scale_bits(amax, g, DIVISORS[0], SCALE_MAX)
+    bound = tl.where(bits > 0, e4m3_decode(bits) * unit, float("inf"))
+    return _join(_half_codes(lo, bound, FAST), _half_codes(hi, bound, FAST)), bits
 
 
 @triton.jit
@@ -225,9 +257,7 @@ def encode_block_fp4(lo, hi, FAST: tl.constexpr):
     exponent = (tl.math.div_rn(amax, 6.0).to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     bound = tl.full(amax.shape, 1.0, tl.float32)
-    lo_packed, _a, _b = _half_codes(lo * inverse, bound, False, FAST)
-    hi_packed, _a, _b = _half_codes(hi * inverse, bound, False, FAST)
-    return _join(lo_packed, hi_packed), exponent
+    return _join(_half_codes(lo * inverse, bound, FAST), _half_codes(hi * inverse, bound, FAST)), exponent
 
 
 @triton.jit

@@ -208,6 +208,23 @@ def check_prefill(call: AttentionCall, device: str, tolerance: float) -> None:
     assert float((lse.cpu() - expected_lse)[~unseen].abs().max()) < 1e-4
 
 
+def check_searched(device: str, rule: str) -> None:
+    """Each block has the squared error that the reference leaves it: hard blocks, and random ones."""
+    from torch_fp4kv.ops.kernels import quantize as kernel
+
+    torch.manual_seed(0)
+    for global_scale in GLOBAL_SCALES:
+        x = torch.cat([hard_blocks(global_scale), torch.randn(500, 16) * global_scale * 30])
+        x = x[x.isfinite().all(-1)]
+        g = torch.tensor(global_scale)
+        words, scales = (t.cpu() for t in kernel.quantize(x.to(device), g.to(device), None, rule))
+        error, expected = (
+            (blocks.decode(*stored, g) - x).double().square().sum(-1)
+            for stored in ((words, scales), blocks.encode(x, g, rule))
+        )
+        torch.testing.assert_close(error, expected, rtol=1e-5, atol=0.0)
+
+
 def check_quantize(device: str, dtype: torch.dtype, head_dim: int, view: str, per: str) -> None:
     """`quantize` and `dequantize` give the bytes of the PyTorch bodies, for a strided `x` and a scale per `per`."""
     from torch_fp4kv.ops.kernels import quantize as kernel

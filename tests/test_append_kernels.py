@@ -12,9 +12,17 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from torch_fp4kv.ops.kernels import append
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_under_the_interpreter")
+
+
+@pytest.fixture(autouse=True)
+def _large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones take the interpreter long."""
+    monkeypatch.setattr(append, "FEW_BLOCKS", 0)
+
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -50,10 +58,17 @@ def test_append_options(options: dict[str, Any]) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize(
+    "case", ["one token", "80 and 112", "skip negative", "exact ring", "fp8 and 4-token", "rotated"]
+)
+def test_append_of_few_blocks(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(append, "FEW_BLOCKS", 16384)
+    cases.check_append("cpu", **{**cases.APPENDS[case], "tokens": 1})
+
+
+@interpreted
 @pytest.mark.parametrize("head_dim", [64, 80, 144])
 def test_append_transforms_in_float32(head_dim: int) -> None:
-    from torch_fp4kv.ops.kernels import append as kernel
-
     torch.manual_seed(0)
     # Powers of two: every product and sum is exact, so that the order of summation does not show in the bytes.
     k = torch.randint(-8, 8, (2, 2, 5, head_dim)).float()
@@ -61,7 +76,7 @@ def test_append_transforms_in_float32(head_dim: int) -> None:
     slots = torch.randperm(40)[:10].view(2, 5)
     storage = [[s.clone() for s in cases.calls.empty_storage(2, 2, 20, head_dim) * 2] for _ in range(2)]
     g = torch.tensor(0.1)
-    for run, target in zip((kernel.append, cases.torch_fp4kv.append), storage):
+    for run, target in zip((append.append, cases.torch_fp4kv.append), storage):
         run(*target, k, k.clone(), slots, g, g, k_bias=bias, k_transform=transform)
     for ours, expected in zip(*storage):
         assert torch.equal(ours, expected)
@@ -70,15 +85,7 @@ def test_append_transforms_in_float32(head_dim: int) -> None:
 @interpreted
 @pytest.mark.parametrize("rule", ["4over6", "mse"])
 def test_searched_scales_have_the_error_of_the_reference(rule: str) -> None:
-    from torch_fp4kv.ops.kernels import quantize as kernel
-
-    torch.manual_seed(0)
-    x, g = torch.randn(200, 64), torch.tensor(0.01)
-    errors = [
-        (cases.torch_fp4kv.dequantize(*stored, g) - x).norm().item()
-        for stored in (kernel.quantize(x, g, None, rule), cases.blocks.encode(x, g, rule))
-    ]
-    assert errors[0] == pytest.approx(errors[1], rel=1e-6)
+    cases.check_searched("cpu", rule)
 
 
 @interpreted

@@ -53,7 +53,8 @@ def test_append(capability: int, tokens: int) -> None:
     kernel = append_kernel(capability, tokens)
     assert kernel.spills == 0
     assert kernel.shared == 0
-    assert kernel.count("LDG.E.128") >= 4, "K and V are read 16 bytes at a time"
+    # Two threads share a block where a decode step has few.
+    assert kernel.count("LDG.E.128" if tokens > 1 else "LDG.E.64") >= 4, "K and V are read 16 or 8 bytes at a time"
     assert kernel.count("BAR") == 0
 
 
@@ -76,7 +77,10 @@ def test_append_instructions_an_element() -> None:
 @pytest.mark.parametrize("rule", ["4over6", "mse"])
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_append_with_searched_scales(capability: int, rule: str) -> None:
-    assert append_kernel(capability, 4096, rule).spills == 0
+    kernel = append_kernel(capability, 4096, rule)
+    assert kernel.spills == 0
+    # A loop over divisors for K and one for V: 12 instructions an element each, beside the codes of the best.
+    assert len(kernel.instructions) <= len(append_kernel(capability, 4096).instructions) + 2 * 13 * 32
 
 
 @capabilities

@@ -1,7 +1,7 @@
 """`append` on a GPU: quantise new K and V, write them into the cache and its exact ring, in one launch.
 
 Shapes: B batch, H KV heads, L new tokens a row, D head size (of K, or of V), S = D/16 blocks, P pages, T tokens a page,
-E exact slots. A program holds N blocks of one head: TOKENS tokens of S blocks, one block a thread.
+E exact slots. A program holds N blocks of one head: TOKENS tokens of S blocks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from .nvfp4 import FAST
 
 N = 256
 NUM_WARPS = 4
+FEW_BLOCKS = 16384
+"""Up to as many blocks, a decode step's, are spread thin: SMALL_N a program of one warp, two threads a block."""
+SMALL_N = 16
 TRANSFORM_COLUMNS = 128
 """Columns of K that one program of a transformed append computes."""
 
@@ -348,8 +351,12 @@ def append(
     if k.numel() == 0:
         return
     columns = head_dim if k_transform is None else min(triton.next_power_of_2(head_dim), TRANSFORM_COLUMNS)
+    n, num_warps = N, NUM_WARPS
+    few = (k.numel() + v.numel()) // 16 <= FEW_BLOCKS
+    if few and max(head_dim, v_head_dim) <= 16 * SMALL_N and k_transform is None:
+        n, num_warps = SMALL_N, 1
     # Rows shorter than a tile share tiles, else the second grid axis is the row.
-    k_tokens, v_tokens = N * 16 // columns, N * 16 // v_head_dim
+    k_tokens, v_tokens = n * 16 // columns, n * 16 // v_head_dim
     short = length < min(k_tokens, v_tokens)
     tokens, rows = (batch * length, 1) if short else (length, batch)
     k_tiles = heads * triton.cdiv(tokens, k_tokens) * triton.cdiv(head_dim, columns)
@@ -397,9 +404,9 @@ def append(
             V_FOUR_TOKEN=v_scale_layout == "4token",
             SKIP_NEGATIVE=skip_negative,
             SHORT=short,
-            N=N,
+            N=n,
             FAST=FAST,
-            num_warps=NUM_WARPS,
+            num_warps=num_warps,
             enable_fp_fusion=False,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import subprocess
@@ -123,3 +124,22 @@ def test_doctor_loads_neither_transformers_nor_triton_kernels_on_a_cpu():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.rstrip().endswith("[]"), done.stderr
+
+
+@pytest.mark.slow
+def test_bench_compile_starts_cold_and_then_from_the_cache(tmp_path, capsys):
+    file = tmp_path / "compile.csv"
+    given = ["--shape", "tiny", "--layers", "1", "--new-tokens", "6", "--csv", str(file)]
+    assert cli.main(["bench", "compile", *given]) == 0
+    cold, warm = list(csv.DictReader(file.open()))
+    assert (cold["start"], cold["graphs_compiled"], cold["graphs_from_cache"]) == ("cold", "1", "0")
+    assert (warm["start"], warm["graphs_compiled"], warm["graphs_from_cache"]) == ("warm", "0", "1")
+    assert float(warm["first_step_s"]) < float(cold["first_step_s"])
+    assert cold["model"] == "tiny" and cold["torch"] == torch.__version__
+    assert "cold" in capsys.readouterr().out
+
+
+def test_bench_compile_needs_a_model(monkeypatch, capsys):
+    monkeypatch.setattr("torch_fp4kv.demo.packaged_model", lambda: None)
+    assert cli.main(["bench", "compile"]) == 1
+    assert "no model" in capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""`torch-fp4kv bench generate`: time to first token, time per token, memory and agreement of caches side by side."""
+"""`torch-fp4kv bench generate`: time to first token, time per token, memory and agreement of caches side by side.
+
+`bench compile` is in `bench_compile.py`.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +86,8 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from . import bench_compile
+
     benches = parser.add_subparsers(dest="bench", required=True)
     generate = benches.add_parser("generate", help="caches side by side in one generate")
     generate.add_argument("--model", help="a model directory; default: random weights of --shape")
@@ -94,12 +99,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate.add_argument("--caches", nargs="+", default=["static", "nvfp4", "nvfp4-plain", "fp8"])
     generate.add_argument("--attention", default="sdpa", choices=["sdpa", "fp4kv"], help="for our caches")
     generate.add_argument("--csv", type=Path, help="write the rows here too")
+    bench_compile.add_arguments(benches.add_parser("compile", help="a compiled decode's start, cold and warm"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs every cache on every batch and prompt; a failing one does not stop the others, Ctrl-C keeps what is done."""
+    if args.bench == "compile":
+        from . import bench_compile
+
+        return bench_compile.run(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = _model(args, device)
+    model = load_model(args, device, max(args.prompt) + args.new_tokens)
     rows: list[Row] = []
     try:
         for batch, prompt in zip(args.batch, args.prompt, strict=True):
@@ -136,7 +146,7 @@ def write_csv(path: Path, rows: list[dict[str, Any]], constants: dict[str, str])
         writer.writerows({**row, **constants} for row in rows)
 
 
-class _Clock:
+class Clock:
     """A streamer that notes when each token reached the host."""
 
     def __init__(self) -> None:
@@ -150,7 +160,8 @@ class _Clock:
         pass
 
 
-def _model(args: argparse.Namespace, device: torch.device) -> Any:
+def load_model(args: argparse.Namespace, device: torch.device, tokens: int) -> Any:
+    """The model in directory `args.model`, or one of `args.shape` for `tokens` tokens with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -159,8 +170,7 @@ def _model(args: argparse.Namespace, device: torch.device) -> Any:
     settings = dict(SHAPES[args.shape])
     if args.layers:
         settings["num_hidden_layers"] = args.layers
-    longest = max(args.prompt) + args.new_tokens
-    config = AutoConfig.for_model(settings.pop("model_type"), max_position_embeddings=longest, **settings)
+    config = AutoConfig.for_model(settings.pop("model_type"), max_position_embeddings=tokens, **settings)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
@@ -198,7 +208,7 @@ def _measure(
             cache.reset()
         else:
             cache = make[name]()
-        clock = _Clock()
+        clock = Clock()
         start = time.perf_counter()
         _generate(model, ids, cache, new_tokens, clock)
         first, *later = clock.times[1:]
@@ -248,9 +258,9 @@ def _collect() -> None:
 def _print(rows: list[Row]) -> None:
     heading("Caches side by side (times in ms; the error is of the first four tokens' logits, to the first row's)")
     names = [f.name for f in fields(Row) if f.name != "failed"]
-    cells = [[_cell(getattr(row, name)) for name in names] + [row.failed] for row in rows]
+    cells = [[cell(getattr(row, name)) for name in names] + [row.failed] for row in rows]
     table([[*names, "failed"], *cells])
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

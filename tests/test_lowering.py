@@ -135,6 +135,8 @@ def cache(storage_format: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | Non
         {"v_scale_layout": "4token"},
         {"k_format": "fp8", "v_format": "nvfp4"},
         {"k_format": "block-fp4", "v_format": "exact", "k_bias": True, "v_bias": True},
+        {"k_rotation": DIM, "k_bias": True, "scale_rule": "mse", "ring": True},
+        {"k_rotation": 16, "k_format": "fp8"},
     ],
     ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()) or "plain",
 )
@@ -234,10 +236,8 @@ def test_one_graph_serves_two_lengths(op: str) -> None:
     [
         ({"skip_negative": True}, "skip_negative"),
         ({"k_transform": torch.eye(DIM).expand(HEADS, -1, -1)}, "k_transform"),
-        ({"k_rotation": DIM}, "k_rotation"),
-        ({"scale_rule": "mse"}, "mse"),
     ],
-    ids=["skip_negative", "k_transform", "k_rotation", "mse"],
+    ids=["skip_negative", "k_transform"],
 )
 def test_append_left_to_the_op_says_why(options: dict[str, object], reason: str) -> None:
     storage = (*cache("nvfp4", torch.float32), *cache("nvfp4", torch.float32))

@@ -106,11 +106,21 @@ def divide(x: Any, y: Any) -> Any:
     return ops.to_dtype(ops.truediv(*wide), torch.float32)
 
 
-def pointwise(inner: Callable[..., Any], ranges: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
-    """An elementwise result `inner(i)`, which Inductor may inline into its readers."""
+def pointwise(
+    inner: Callable[..., Any],
+    ranges: Sequence[Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    realize: bool = False,
+) -> Any:
+    """An elementwise result `inner(i)`, which Inductor may inline into its readers unless it is to `realize` it."""
     from torch._inductor import ir
 
-    return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=list(ranges))
+    result = ir.Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=list(ranges))
+    if realize:
+        result.realize()
+    return result
 
 
 def inductor_config() -> Any:

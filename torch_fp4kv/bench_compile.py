@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from . import bench, demo
+from . import bench, demo, scoring
 from .console import heading, table
 
 STARTS = ("cold", "warm")
@@ -86,7 +86,7 @@ def measure(name: str, args: argparse.Namespace) -> Start:
         device
     )
     clock = bench.Clock()
-    options = {demo.scoring.cache_argument(model.forward): NVFP4Cache(model.config, tokens, recipe=args.recipe)}
+    options = {scoring.cache_argument(model.forward): NVFP4Cache(model.config, tokens, recipe=args.recipe)}
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

@@ -12,17 +12,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._inductor.virtualized import ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from .. import _compat
 from ..ops.format.constants import SCALE_MAX
+from ..ops.format.rotation import rotate
 from . import arithmetic as a
 from . import blocks
 from .quantize import per_block, scale_rule_unsupported
 
 
 def unsupported(
+    k_data: Any,
+    k_scales: Any,
+    v_data: Any,
+    v_scales: Any,
+    k: Any,
     *_args: Any,
     k_transform: Any = None,
     k_rotation: int = 0,
@@ -35,11 +42,14 @@ def unsupported(
         return "skip_negative leaves tokens out, and a compiled write has no mask"
     if k_transform is not None:
         return "k_transform is a matrix product of its own"
-    if k_rotation:
-        return "k_rotation mixes a head's blocks, and compiled code has one block at a time"
+    device = k.get_device()
+    if k_rotation and device.type != "cpu":
+        return "k_rotation mixes a head's blocks, for which there is a kernel"
+    if k_rotation and not _compat.is_static(k):
+        return "K is rotated and its shape is dynamic"
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for, and a compiled write is a scatter"
-    return scale_rule_unsupported(scale_rule)
+    return scale_rule_unsupported(scale_rule, device)
 
 
 def lower(
@@ -55,6 +65,7 @@ def lower(
     *,
     k_bias: Any = None,
     v_bias: Any = None,
+    k_rotation: int = 0,
     k_exact: Any = None,
     v_exact: Any = None,
     exact_slots: Any = None,
@@ -66,11 +77,25 @@ def lower(
 ) -> None:
     """Writes `k` and `v` into the cache."""
     scale_max = SCALE_MAX[v_scale_layout]
-    _store(k_data, k_scales, k, slots, k_global, k_bias, k_format, scale_rule, scale_max, "linear")
+    stored_k, bias = (_rotated(k, k_bias, k_rotation), None) if k_rotation else (k, k_bias)
+    _store(k_data, k_scales, stored_k, slots, k_global, bias, k_format, scale_rule, scale_max, "linear")
     _store(v_data, v_scales, v, slots, v_global, v_bias, v_format, scale_rule, scale_max, v_scale_layout)
     if exact_slots is not None:
         _store_exact(k_exact, k, exact_slots)
         _store_exact(v_exact, v, exact_slots)
+
+
+def _rotated(k: Any, bias: Any, block: int) -> Any:
+    """float32 `k - bias`, rotated as the op does it."""
+    args, kwargs = _compat.current_fake_arguments()
+    tensors = [(k, args[4])] if bias is None else [(k, args[4]), (bias, kwargs["k_bias"])]
+
+    def function(k: Tensor, *bias: Tensor) -> tuple[Tensor]:
+        x = k.to(torch.float32) - bias[0][:, None] if bias else k
+        return (rotate(x, block),)
+
+    (result,) = _compat.inline(function, *zip(*tensors))
+    return result
 
 
 def _store(

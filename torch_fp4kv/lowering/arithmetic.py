@@ -101,6 +101,12 @@ def e2m1_magnitude(code: Any) -> Any:
     return ops.maximum(ops.maximum(up_to_two, up_to_four), above)
 
 
+def e2m1_nearest(y: Any) -> Any:
+    """The e2m1 value nearest to a float32 in [0, 6]; see `_nearest` in `ops/kernels/nvfp4.py`."""
+    big = ops.mul(ops.maximum(y, const(1.0 + 2.0**-21)), const(2.0**22))
+    return ops.add(big, ops.sub(y, big))
+
+
 def power_of_two(exponent: Any) -> Any:
     """float32 `2^(exponent - 127)` of an int32 in [0, 255]; see `ops.format.blocks.decode_block_fp4`."""
     normal = ops.bitwise_left_shift(exponent, const(23, I32))

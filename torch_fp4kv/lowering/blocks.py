@@ -67,30 +67,38 @@ def encode_nvfp4(
 
     def squared_error(divisor: float) -> Loader:
         def inner(i: Index, r: tuple[Any]) -> Any:
-            x, one = element(i, r[0]), bound(i, bits(i, divisor))
-            code = a.e2m1_encode(x, one)
-            error = ops.sub(
-                a.with_sign(ops.mul(a.e2m1_magnitude(code), one), code, 8), ops.where(a.is_nan(x), a.const(0.0), x)
-            )
+            x, scale = element(i, r[0]), bits(i, divisor)
+            magnitude, one = ops.where(a.is_nan(x), a.const(0.0), ops.abs(x)), bound(i, scale)
+            inverse = ops.where(ops.gt(scale, a.const(0, a.I32)), _compat.divide(a.const(1.0), one), a.const(0.0))
+            value = a.e2m1_nearest(ops.minimum(ops.mul(magnitude, inverse), a.const(6.0)))
+            error = ops.sub(magnitude, ops.mul(value, one))
             return ops.mul(error, error)
 
         loader: Loader = _compat.reduction("sum", inner, ranges, BLOCK, a.F32, device).make_loader()
         return loader
 
     first, *others = SCALE_RULES[scale_rule]
-    errors = {divisor: squared_error(divisor) for divisor in (first, *others)} if others else {}
 
     def scales(i: Index) -> Any:
-        best = bits(i, first)
-        error = errors[first](i) if others else None
-        for divisor in others:
-            candidate, new_error = bits(i, divisor), errors[divisor](i)
-            largest = a.e2m1_magnitude(a.e2m1_encode(amax(i), bound(i, candidate)))
-            readable = ops.le(ops.mul(largest, a.e4m3_decode(candidate)), a.const(448.0))
-            better = ops.logical_and(ops.lt(new_error, error), readable)
-            best, error = ops.where(better, candidate, best), ops.where(better, new_error, error)
-        return best
+        return bits(i, first)
 
+    if others:
+        errors = {divisor: squared_error(divisor) for divisor in (first, *others)}
+
+        def best_scales(i: Index) -> Any:
+            best, error = bits(i, first), errors[first](i)
+            for divisor in others:
+                candidate, new_error = bits(i, divisor), errors[divisor](i)
+                one = bound(i, candidate)
+                # No divisor leaves a largest code below 3 to a scale for which that matters.
+                four = ops.where(ops.ge(amax(i), ops.mul(one, a.const(3.5))), a.const(4.0), a.const(3.0))
+                largest = ops.where(ops.gt(amax(i), ops.mul(one, a.const(5.0))), a.const(6.0), four)
+                readable = ops.le(ops.mul(largest, a.e4m3_decode(candidate)), a.const(448.0))
+                better = ops.logical_and(ops.lt(new_error, error), readable)
+                best, error = ops.where(better, candidate, best), ops.where(better, new_error, error)
+            return best
+
+        scales = _compat.pointwise(best_scales, ranges, a.I32, device, realize=True).make_loader()
     return Encoded(_pack(element, lambda i: bound(i, scales(i)), ranges, device), scales)
 
 

@@ -15,7 +15,7 @@ from . import blocks
 
 def unsupported(x: Any, global_scale: Any, *, bias: Any = None, scale_rule: str = "amax") -> str | None:
     """Why these arguments are left to the op itself, or None."""
-    return scale_rule_unsupported(scale_rule)
+    return scale_rule_unsupported(scale_rule, x.get_device())
 
 
 def lower(x: Any, global_scale: Any, *, bias: Any = None, scale_rule: str = "amax") -> tuple[Any, Any]:
@@ -29,9 +29,9 @@ def lower(x: Any, global_scale: Any, *, bias: Any = None, scale_rule: str = "ama
     return words, scales
 
 
-def scale_rule_unsupported(scale_rule: str) -> str | None:
-    if scale_rule == "mse":
-        return "scale_rule 'mse' tries nine divisors, each a reduction of its own"
+def scale_rule_unsupported(scale_rule: str, device: torch.device) -> str | None:
+    if scale_rule == "mse" and device.type != "cpu":
+        return "scale_rule 'mse' tries nine divisors, for which there is a kernel"
     return None
 
 

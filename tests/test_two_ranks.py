@@ -96,6 +96,12 @@ def test_decoding_after_a_hand_over_is_decoding_without_it(ranks):
     assert torch.equal(ranks[1]["handed over"], ranks[0]["handed over"])
 
 
+def test_what_two_ranks_prefilled_one_decodes(ranks, models, device):
+    model = models["two_heads"].to(device)
+    want = logits_of(model, NVFP4Cache(model.config, 96), device, rows=1)[1:]
+    torch.testing.assert_close(ranks[0]["joined"], want, rtol=2e-3, atol=2e-3)
+
+
 def test_ops_split_over_ranks_are_the_whole_ops(ranks, step, device):
     cache = [t.to(device, copy=True) for t in step["cache"]]
     scale, k, q, slots, lengths = (step[name].to(device) for name in ("scale", "k", "q", "slots", "lengths"))

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from torch_fp4kv import (
     Blocks,
     NVFP4Cache,
+    PagedNVFP4Cache,
     append,
     attention,
     export_blocks,
@@ -30,9 +31,9 @@ from torch_fp4kv import (
 RECIPES = ("bf16", "nvfp4", "nvfp4-plain")
 
 
-def logits_of(model: Any, cache: NVFP4Cache, device: str = "cpu") -> torch.Tensor:
+def logits_of(model: Any, cache: NVFP4Cache, device: str = "cpu", rows: int = 2) -> torch.Tensor:
     """A prompt of 70 tokens, then 6 one by one."""
-    ids = prompt(2, 76).to(device)
+    ids = prompt(rows, 76).to(device)
     with torch.no_grad():
         parts = [model(ids[:, :70], past_key_values=cache).logits[:, -1]]
         parts += [model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(70, 76)]
@@ -78,6 +79,25 @@ def hand_over(folder: Path, rank: int, device: str) -> dict[str, Any]:
     return {"handed over": torch.stack(steps).cpu()}
 
 
+def prefill_on_both_decode_on_one(folder: Path, rank: int, device: str) -> dict[str, Any]:
+    """Each rank prefills its heads in a pool; rank 0 takes both ranks' into a whole cache and goes on alone."""
+    split = AutoModelForCausalLM.from_pretrained(folder / "two_heads", tp_plan="auto").eval()
+    ids, options = prompt(1, 76).to(device), {"dtype": torch.float32, "device": device, "page_size": 16}
+    pool = PagedNVFP4Cache(split.config, 8, max_rows=1, max_cache_len=96, tp_rank=rank, tp_size=2, **options)
+    with torch.no_grad():
+        split(ids[:, :70], past_key_values=pool.row(pool.admit()))
+    blocks = export_blocks(pool, "a", [0])
+    if rank == 1:
+        blocks.send(0)
+        return {}
+    whole = AutoModelForCausalLM.from_pretrained(folder / "two_heads").eval().to(device)
+    cache = NVFP4Cache(whole.config, 128)
+    import_blocks(cache, [blocks, Blocks.receive(1, device=device)])
+    with torch.no_grad():
+        steps = [whole(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(70, 76)]
+    return {"joined": torch.stack(steps).cpu()}
+
+
 def ops_on_dtensors(folder: Path, rank: int, device: str) -> dict[str, Any]:
     """One step of a cache that is split over both ranks."""
     register_sharding()
@@ -103,7 +123,7 @@ def main() -> None:
         device = f"cuda:{rank}"
         torch.cuda.set_device(rank)
     dist.init_process_group(sys.argv[2], device_id=torch.device(device) if device != "cpu" else None)
-    parts = (hand_over, ops_on_dtensors, tensor_parallel)
+    parts = (hand_over, prefill_on_both_decode_on_one, ops_on_dtensors, tensor_parallel)
     found = {name: value for part in parts for name, value in part(folder, rank, device).items()}
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()

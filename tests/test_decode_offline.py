@@ -130,6 +130,18 @@ def call(d: int = 128, dv: int | None = None, group: int = 4, queries: int = 1, 
     return AttentionCall(q, *storage(d), *storage(dv), g, g, lengths, return_lse=True, **options)
 
 
+def without_what_is_skipped(loop: list[str]) -> list[str]:
+    """The loop without what a branch skips forward, unless that starts copies: what happens between groups of tiles."""
+    labels = {line.rstrip(":"): i for i, line in enumerate(loop) if line.startswith("LBB")}
+    skipped: set[int] = set()
+    for i, line in enumerate(loop):
+        target = re.search(r"\bBRA (LBB\d+)", line)
+        end = labels.get(target[1], i) if target else i
+        if not any("LDGSTS" in x for x in loop[i:end]):
+            skipped |= set(range(i + 1, end))
+    return [line for i, line in enumerate(loop) if i not in skipped]
+
+
 class Code:
     """Machine code of one kernel."""
 
@@ -145,7 +157,9 @@ class Code:
                 loops.append(lines[labels[target[1]] : i + 1])
         # The disassembly for Blackwell has no labels: all of the kernel stands for its loop then.
         self.has_loop = bool(loops)
-        self.loop = [x for x in max(loops, key=len, default=lines) if not x.startswith("LBB")]
+        loop = max(loops, key=len, default=lines)
+        self.loop = [x for x in loop if not x.startswith("LBB")]
+        self.usual = [x for x in without_what_is_skipped(loop) if not x.startswith("LBB")]
 
     def in_loop(self, *mnemonics: str) -> int:
         return sum(bool(re.search(rf"\s(?:{'|'.join(mnemonics)})\b", line)) for line in self.loop)
@@ -171,16 +185,16 @@ def compiled(c: AttentionCall, capability: int) -> tuple[Code, Code]:
 
 ROW = torch.zeros(1, dtype=torch.int32)
 SHAPES: dict[str, tuple[dict[str, Any], float, int]] = {
-    "D 128": ({}, 3.0, 11),
-    "D 64": ({"d": 64}, 3.6, 7),
-    "D 256": ({"d": 256}, 2.85, 19),
-    "group of 8": ({"group": 8}, 3.25, 21),
-    "group of 16": ({"group": 16}, 5.0, 42),
-    "paged": ({"block_table": torch.zeros(1, 128, dtype=torch.int32)}, 3.0, 11),
+    "D 128": ({}, 2.85, 11),
+    "D 64": ({"d": 64}, 3.45, 7),
+    "D 256": ({"d": 256}, 2.6, 19),
+    "group of 8": ({"group": 8}, 3.0, 21),
+    "group of 16": ({"group": 16}, 4.35, 42),
+    "paged": ({"block_table": torch.zeros(1, 128, dtype=torch.int32)}, 2.9, 11),
 }
 """What is called, and the ceilings of instructions an element and of stores to shared memory in the main loop.
 
-Rare branches are counted in, as the one between two groups, which stores the accumulators. Raw words get to shared
+The branch between two groups, which stores the accumulators, counts for the stores alone. Raw words get to shared
 memory by cp.async, not by stores; dequantised, they would take `elements / 8` more of these."""
 
 
@@ -194,13 +208,15 @@ def test_machine_code(name: str, capability: int) -> None:
     c = call(**options)
     kernel, merge = compiled(c, capability)
     d, columns = c.head_dim, c.group * c.q.shape[2]
-    config = decode.configuration(columns, d, d)
+    config = decode.configuration(columns, d, d, divmod(capability, 10))
     assert merge.kernel.spills == 0
-    assert kernel.kernel.spills <= (2 if capability == 120 else 0)
+    # One register waits in local memory where groups meet, at 16 columns of 64 accumulators each.
+    assert kernel.kernel.spills <= (2 if capability == 120 or name == "group of 16" else 0)
+    assert not any(re.search(r"\s(LDL|STL)\b", line) for line in kernel.usual)
     assert kernel.kernel.shared <= offline.SHARED_MEMORY[capability] // 4, "fewer than four programs fit an SM"
     elements = 2 * d * config.tokens / 32
     # Without e4m3 conversions scales take a few instructions more.
-    assert len(kernel.loop) / elements <= ceiling * (1.12 if kernel.has_loop else 2)
+    assert len(kernel.usual) / elements <= ceiling * (1.12 if kernel.has_loop else 2)
     assert kernel.in_loop(r"HMMA\.16816\S*") >= elements / 8, "the loop holds the matrix products"
     if kernel.has_loop:
         assert kernel.in_loop("STS", r"STSM\S*") <= stores

@@ -52,15 +52,21 @@ class Configuration:
     programs: int = 132 * 16
 
 
-def configuration(columns: int, dp: int, dvp: int) -> Configuration:
-    """The choices for `columns` columns and padded head sizes."""
+def configuration(columns: int, dp: int, dvp: int, capability: tuple[int, int]) -> Configuration:
+    """The choices for `columns` columns and padded head sizes on a GPU of compute capability `capability`."""
     d = max(dp, dvp)
     c = 4 if columns <= 4 else min(16, 2048 // d, max(8, power_of_two(columns)))
     tokens = 8192 // d
     if c == 16:
         tokens = max(32, tokens // 2)
     group = 256 * max(1, c // 8) // tokens
-    return Configuration(c, tokens, group, registers=128 if c == 4 and d <= 128 else None)
+    registers = None
+    if c == 4 and d <= 128:
+        registers = 128
+    elif c == 4 and capability < (10, 0):
+        # With as many, code for Blackwell spills.
+        registers = 168
+    return Configuration(c, tokens, group, registers=registers)
 
 
 def padded(d: int) -> int:
@@ -144,10 +150,11 @@ def plan(
     window: int,
     causal: bool,
     exact_tokens: int,
+    capability: tuple[int, int],
 ) -> Plan:
     """The plan for `rows_heads` = B · H rows and heads that hold up to `capacity` tokens."""
     columns = group * queries
-    config = configuration(columns, padded(d), padded(dv))
+    config = configuration(columns, padded(d), padded(dv), capability)
     blocks = -(-columns // config.columns)
     others = rows_heads * blocks
     reach = min(capacity, window + queries - 1) if window > 0 else capacity
@@ -203,6 +210,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     window = max(call.window, 0)
     sinks = 0 if call.k_exact is None else call.num_sink_tokens
     ring = 0 if call.k_exact is None or call.exact_from is None else call.ring_size
+    capability = torch.cuda.get_device_capability(device)
     p = plan(
         batch * heads,
         heads,
@@ -216,6 +224,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         window,
         call.causal,
         sinks + ring,
+        capability,
     )
     slots = p.stored_slots + p.exact_slots
     partials = batch * q.shape[1] * queries * slots
@@ -236,7 +245,6 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     if mask is not None:
         mask = mask.expand(*q.shape[:3], mask.shape[-1])
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    capability = torch.cuda.get_device_capability(device)
     pdl = capability >= (9, 0)
     with torch.cuda.device(device):
         decode_kernel[((p.programs + p.exact_slots) * batch * heads * p.blocks,)](
@@ -331,6 +339,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             PDL=pdl,
             **p.shape,
             num_warps=p.config.stride,
+            maxnreg=255,
             launch_pdl=pdl,
         )
     return out, lse

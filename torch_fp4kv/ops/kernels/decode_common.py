@@ -13,7 +13,7 @@ CODE_SCALE = gl.constexpr(16384.0)
 """Unpacked K and V lack this factor."""
 GROUPS = gl.constexpr(4)
 """Groups of a set."""
-EXACT_SLOTS = gl.constexpr(64)
+EXACT_SLOTS = gl.constexpr(16)
 """Exact tokens of a program."""
 
 

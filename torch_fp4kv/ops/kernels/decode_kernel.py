@@ -14,7 +14,6 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from .decode_common import CODE_SCALE, EXACT_SLOTS, GROUPS, LOG2E, finite, first_of_group, fold, fold_weights, row_range, spans_of_program
 from .decode_layouts import (
-    k_element_bits,
     k_exact_map,
     k_scale_map,
     k_swizzle,
@@ -27,9 +26,6 @@ from .decode_layouts import (
     words_per_lane,
 )
 from .decode_unpack import unpack_asm, unpack_constraints
-
-EXACT_TOKENS = gl.constexpr(16)
-"""Exact tokens of a tile."""
 
 # P of two neighbouring columns, packed and transposed 8 by 8: a lane then has two neighbouring tokens of one column.
 # The four outputs of FEW are both halves of two operand registers; its prmt selectors put P into the lower half for
@@ -71,15 +67,6 @@ def linear(layout):
 def swizzled(parameters):
     vec, per_phase, max_phase = parameters
     return gl.SwizzledSharedLayout(vec, per_phase, max_phase, order=[1, 0])
-
-
-@gluon.jit
-def permute_bits(x, BITS: gl.constexpr):
-    """Moves bit i of `x` to bit BITS[i]."""
-    result = (x & 1) << BITS[0]
-    for i in gl.static_range(1, len(BITS)):
-        result |= ((x >> i) & 1) << BITS[i]
-    return result
 
 
 @gluon.jit
@@ -282,6 +269,32 @@ def direct_scales(
 
 
 @gluon.jit
+def exact_operand(x, LARGEST: gl.constexpr):
+    """float32 to f16 with a power of two for each row (LARGEST 1) or the whole (0): `(f16, factor)`."""
+    largest = gl.max(gl.abs(x), 1)
+    if LARGEST == 0:
+        largest = gl.max(largest, 0)
+    exponent = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) & 255, 13)
+    inverse = ((266 - exponent) << 23).to(gl.float32, bitcast=True)
+    factor = ((exponent - 12) << 23).to(gl.float32, bitcast=True)
+    if LARGEST == 1:
+        inverse = gl.expand_dims(inverse, 1)
+    return (x * inverse).to(gl.float16), factor
+
+
+@gluon.jit
+def in_order_of_lanes(x, DP: gl.constexpr):
+    """`[rows, DP]` with its columns in the order in which lanes find those of K, which moves nothing between lanes."""
+    ROWS: gl.constexpr = x.shape[0]
+    KJ: gl.constexpr = words_per_lane(DP)[0]
+    if DP == 256:
+        x = gl.permute(gl.reshape(x, [ROWS, 2, 4, KJ, 2, 4]), (0, 1, 3, 5, 2, 4))
+    else:
+        x = gl.permute(gl.reshape(x, [ROWS, 4, KJ, 2, 4]), (0, 2, 4, 1, 3))
+    return gl.reshape(x, [ROWS, DP])
+
+
+@gluon.jit
 def load_query(
     q,
     b,
@@ -304,19 +317,17 @@ def load_query(
 
     A power of two puts each row's largest magnitude into [2^12, 2^13), so that f16 holds queries of any size.
     """
-    column = block * C + gl.arange(0, HS, layout=gl.SliceLayout(0, B)) % C
-    element = permute_bits(gl.arange(0, DP, layout=gl.SliceLayout(1, B)), k_element_bits(DP))
+    Q: gl.constexpr = linear(k_exact_map(HS, DP))
+    column = block * C + gl.arange(0, HS, layout=gl.SliceLayout(1, Q)) % C
+    element = gl.arange(0, DP, layout=gl.SliceLayout(0, Q))[None, :]
     rows = (head * G + column % G).to(gl.int64) * stride_h + (column // G).to(gl.int64) * stride_l
-    mask = (column < G * queries)[None, :]
+    mask = (column < G * queries)[:, None]
     if D != DP:
-        mask = mask & (element < D)[:, None]
-    pointers = q + b.to(gl.int64) * stride_b + rows[None, :] + (element * stride_d)[:, None]
-    query = gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
-    exponent = (gl.max(gl.abs(query), 0).to(gl.int32, bitcast=True) >> 23) & 255
-    exponent = gl.maximum(exponent, 13)
-    query = query * gl.expand_dims(((266 - exponent) << 23).to(gl.float32, bitcast=True), 0)
-    factor = gl.convert_layout(((exponent - 12) << 23).to(gl.float32, bitcast=True), gl.SliceLayout(0, MMA))
-    return query.to(gl.float16), factor
+        mask = mask & (element < D)
+    pointers = q + b.to(gl.int64) * stride_b + rows[:, None] + element * stride_d
+    query, factor = exact_operand(gl.load(pointers, mask=mask, other=0.0).to(gl.float32), 1)
+    query = gl.permute(in_order_of_lanes(query, DP), (1, 0))
+    return gl.convert_layout(query, B, assert_trivial=True), gl.convert_layout(factor, gl.SliceLayout(0, MMA))
 
 
 @gluon.jit
@@ -429,20 +440,6 @@ def fold_waiting(waiting, which, acc, total, top, C: gl.constexpr, MMA: gl.const
 
 
 @gluon.jit
-def exact_operand(x, LARGEST: gl.constexpr):
-    """float32 to f16 with a power of two for each row (LARGEST 1) or the whole (0): `(f16, factor)`."""
-    largest = gl.max(gl.abs(x), 1)
-    if LARGEST == 0:
-        largest = gl.max(largest, 0)
-    exponent = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) & 255, 13)
-    inverse = ((266 - exponent) << 23).to(gl.float32, bitcast=True)
-    factor = ((exponent - 12) << 23).to(gl.float32, bitcast=True)
-    if LARGEST == 1:
-        inverse = gl.expand_dims(inverse, 1)
-    return (x * inverse).to(gl.float16), factor
-
-
-@gluon.jit
 def exact_split(
     q,
     k_exact,
@@ -501,73 +498,63 @@ def exact_split(
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     HS: gl.constexpr = max(C, 8)
     HV: gl.constexpr = 2 * C
-    N: gl.constexpr = EXACT_TOKENS
-    KJ: gl.constexpr = words_per_lane(DP)[0]
+    N: gl.constexpr = EXACT_SLOTS
     K_EXACT: gl.constexpr = linear(k_exact_map(N, DP))
     V_EXACT: gl.constexpr = linear(v_exact_map(N, DVP))
+    # Loads before their use: latency is most of what a program takes.
+    token = first + gl.arange(0, N, layout=gl.SliceLayout(1, K_EXACT))
+    element = gl.arange(0, DP, layout=gl.SliceLayout(0, K_EXACT))[None, :]
+    seen, _ = exact_position(token, length, start, exact_from, ring, num_exact, num_sink_tokens)
+    k_exact += b.to(gl.int64) * stride_ke_b + head.to(gl.int64) * stride_ke_h
+    pointers = k_exact + (token * stride_ke_e)[:, None] + element
+    k = gl.load(pointers, mask=seen[:, None] & (element < D), other=0.0)
+    token = first + gl.arange(0, N, layout=gl.SliceLayout(1, V_EXACT))
+    element = gl.arange(0, DVP, layout=gl.SliceLayout(0, V_EXACT))[None, :]
+    seen, _ = exact_position(token, length, start, exact_from, ring, num_exact, num_sink_tokens)
+    v_exact += b.to(gl.int64) * stride_ve_b + head.to(gl.int64) * stride_ve_h
+    pointers = v_exact + (token * stride_ve_e)[:, None] + element
+    v = gl.load(pointers, mask=seen[:, None] & (element < DV), other=0.0)
     query, factor = load_query(
         q, b, head, block, queries, stride_q_b, stride_q_h, stride_q_l, stride_q_d, G, C, HS, D, DP, B, MMA
     )
     factor = factor * scale
     column = block * C + gl.arange(0, HS, layout=gl.SliceLayout(0, MMA)) % C
     query_position = length - n + column // G
-    k_exact += b.to(gl.int64) * stride_ke_b + head.to(gl.int64) * stride_ke_h
-    v_exact += b.to(gl.int64) * stride_ve_b + head.to(gl.int64) * stride_ve_h
-    ones = gl.full([16, 2 * N], 1.0, gl.float16, A)
-    acc = gl.zeros([DVP // 2, HV], gl.float32, MMA)
-    total = gl.zeros([16, HV], gl.float32, MMA)
-    top = gl.full([HS], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
-    for base in range(first, gl.minimum(first + EXACT_SLOTS, num_exact), N):
-        token = base + gl.arange(0, N, layout=gl.SliceLayout(1, K_EXACT))
-        element = gl.arange(0, DP, layout=gl.SliceLayout(0, K_EXACT))[None, :]
-        seen, _ = exact_position(token, length, start, exact_from, ring, num_exact, num_sink_tokens)
-        in_k = seen[:, None] & (element < D)
-        k = gl.load(k_exact + (token * stride_ke_e)[:, None] + element, mask=in_k, other=0.0).to(gl.float32)
-        k, k_factor = exact_operand(k, 1)
-        if DP == 256:
-            k = gl.permute(gl.reshape(k, [N, 2, 4, KJ, 2, 4]), (0, 1, 3, 5, 2, 4))
-        else:
-            k = gl.permute(gl.reshape(k, [N, 4, KJ, 2, 4]), (0, 2, 4, 1, 3))
-        k = gl.convert_layout(gl.reshape(k, [N, DP]), A, assert_trivial=True)
-        s = mma_v2(k, query, gl.zeros([N, HS], gl.float32, MMA))
-        s = s * gl.convert_layout(k_factor, gl.SliceLayout(1, MMA))[:, None] * factor[None, :]
-        token = base + gl.arange(0, N, layout=gl.SliceLayout(1, MMA))
-        seen, position = exact_position(token, length, start, exact_from, ring, num_exact, num_sink_tokens)
-        s = final_scores(
-            s,
-            position,
-            column,
-            b,
-            head,
-            queries,
-            softcap,
-            mask,
-            stride_mask_b,
-            stride_mask_h,
-            stride_mask_l,
-            stride_mask_m,
-            mask_columns,
-            G,
-            SOFTCAP,
-            MASK,
-        )
-        s = visible_tokens(s, position, seen, query_position, window, CAUSAL, WINDOW)
-        tile_top = gl.max(s, 0)
-        p = spread_probabilities(gl.exp2(s - finite(tile_top)[None, :]), N, C, B)
 
-        token = base + gl.arange(0, N, layout=gl.SliceLayout(1, V_EXACT))
-        element = gl.arange(0, DVP, layout=gl.SliceLayout(0, V_EXACT))[None, :]
-        seen, _ = exact_position(token, length, start, exact_from, ring, num_exact, num_sink_tokens)
-        in_v = seen[:, None] & (element < DV)
-        v = gl.load(v_exact + (token * stride_ve_e)[:, None] + element, mask=in_v, other=0.0).to(gl.float32)
-        v, v_factor = exact_operand(v, 0)
-        v = gl.permute(gl.reshape(v, [N // 8, 4, 2, 8, DVP // 64, 2, 4]), (4, 6, 3, 0, 2, 1, 5))
-        v = gl.convert_layout(gl.reshape(v, [DVP // 2, 2 * N]), A, assert_trivial=True)
-        tile_acc = mma_v2(v, p, gl.zeros([DVP // 2, HV], gl.float32, MMA)) * v_factor
-        tile_total = mma_v2(ones, p, gl.zeros([16, HV], gl.float32, MMA))
-        top, old_weight, new_weight = fold_weights(top, tile_top)
-        acc = fold(acc, column_halves(old_weight, C, MMA), tile_acc, column_halves(new_weight, C, MMA))
-        total = fold(total, column_halves(old_weight, C, MMA), tile_total, column_halves(new_weight, C, MMA))
+    k, k_factor = exact_operand(k.to(gl.float32), 1)
+    k = gl.convert_layout(in_order_of_lanes(k, DP), A, assert_trivial=True)
+    s = mma_v2(k, query, gl.zeros([N, HS], gl.float32, MMA))
+    s = s * gl.convert_layout(k_factor, gl.SliceLayout(1, MMA))[:, None] * factor[None, :]
+    token = first + gl.arange(0, N, layout=gl.SliceLayout(1, MMA))
+    seen, position = exact_position(token, length, start, exact_from, ring, num_exact, num_sink_tokens)
+    s = final_scores(
+        s,
+        position,
+        column,
+        b,
+        head,
+        queries,
+        softcap,
+        mask,
+        stride_mask_b,
+        stride_mask_h,
+        stride_mask_l,
+        stride_mask_m,
+        mask_columns,
+        G,
+        SOFTCAP,
+        MASK,
+    )
+    s = visible_tokens(s, position, seen, query_position, window, CAUSAL, WINDOW)
+    top = gl.max(s, 0)
+    p = spread_probabilities(gl.exp2(s - finite(top)[None, :]), N, C, B)
+
+    v, v_factor = exact_operand(v.to(gl.float32), 0)
+    v = gl.permute(gl.reshape(v, [N // 8, 4, 2, 8, DVP // 64, 2, 4]), (4, 6, 3, 0, 2, 1, 5))
+    v = gl.convert_layout(gl.reshape(v, [DVP // 2, 2 * N]), A, assert_trivial=True)
+    acc = mma_v2(v, p, gl.zeros([DVP // 2, HV], gl.float32, MMA)) * v_factor
+    ones = gl.full([16, 2 * N], 1.0, gl.float16, A)
+    total = mma_v2(ones, p, gl.zeros([16, HV], gl.float32, MMA))
     store_partial(
         partial_out,
         partial_max,
@@ -1078,15 +1065,12 @@ def decode_kernel(
         total = fold(total, old_weight, tile_total, new_weight)
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
         if (i % SPAN >= SPAN - STRIDE) & (i + STRIDE < stop):
-            if i // SPAN % 2 == 0:
-                put_aside(waiting, 0, acc, total, top)
-                group_waits = 1
-            else:
-                if group_waits > 0:
-                    acc, total, top = fold_waiting(waiting, 0, acc, total, top, C, MMA)
-                put_aside(waiting, 1, acc, total, top)
-                group_waits = 0
-                pair_waits = 1
+            odd = i // SPAN % 2
+            if odd & group_waits:
+                acc, total, top = fold_waiting(waiting, 0, acc, total, top, C, MMA)
+            put_aside(waiting, odd, acc, total, top)
+            group_waits = 1 - odd
+            pair_waits |= odd
             acc = gl.zeros([DVP // 2, HV], gl.float32, MMA)
             total = gl.zeros([16, HV], gl.float32, MMA)
             top = gl.full([HS], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))

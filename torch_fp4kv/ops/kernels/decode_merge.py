@@ -1,5 +1,8 @@
 """The merge of the decode kernel's partial results. Letters are those of `decode.py`."""
 
+# Gluon builds tuples in unrolled loops.
+# mypy: disable-error-code="assignment, has-type"
+
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -215,11 +218,11 @@ def merge_kernel(
     exact = (top, gl.zeros([STRIDE], gl.float32, ROWS), gl.zeros([STRIDE, BLOCK_D], gl.float32, LAYOUT))
     if PDL:
         gdc_wait()
-    for first in range(0, num_exact_slots, STRIDE):
+    for part in range(0, num_exact_slots, 2 * STRIDE):
         parts = load_partials(
-            partials, smem, stored_slots + first, first // STRIDE, 0, num_exact_slots, 1, 1, DV, LAYOUT
+            partials, smem, stored_slots + part, part // STRIDE, 0, num_exact_slots, 2, 1, DV, LAYOUT
         )
-        exact = fold_rows(exact, parts[0])
+        exact = fold_rows(fold_rows(exact, parts[0]), parts[1])
     state = (exact[0], exact[1], exact[2], gl.zeros([STRIDE], gl.float32, ROWS))
     row_sets = (partials, smem, first_set, num_sets, first_tile, end_tile, v_scale)
     if TILES and end_tile - first_tile <= tile_limit:

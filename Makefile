@@ -48,6 +48,7 @@ test: $(TEST_READY)
 
 test-slow: $(TEST_READY)
 	$(PYTEST) --run-slow $(ARGS)
+	$(PYTEST) --opcheck tests/test_{quantize,append,attention}.py
 
 # The oldest supported transformers and triton, in an environment of their own that has the rest from .venv.
 test-old: $(VENV)/.old

@@ -1,0 +1,63 @@
+"""Holds a quantised cache to a KL against the model's own cache, on prompts of the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..as_decoded import full_precision
+from ..calibration import Texts, tokenized
+from ..fidelity import Fidelity, Tally, decoded
+from ..recipe import Recipe
+
+
+def assert_cache_close(
+    model: Any,
+    prompts: Texts,
+    recipe: str | Recipe = "nvfp4",
+    *,
+    kl: float,
+    prompt_tokens: int = 32,
+    tokenizer: Any = None,
+) -> Fidelity:
+    """Asserts that decoding through an `NVFP4Cache` stays within `kl` of the model without a cache.
+
+    Of each prompt the first `prompt_tokens` go through the model in one call and the rest token by token, so that the
+    cache is written and read as in `generate`. What is predicted after the decoded tokens is scored, over all prompts.
+
+    Args:
+        model: a Hugging Face decoder, in the precision and with the `attn_implementation` that it is used with.
+        prompts: strings (`tokenizer` is needed then) or int64 tensors `[N]`.
+        recipe: a name or a `Recipe`.
+        kl: most KL divergence that is allowed, in nats a token.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        AssertionError: the KL is larger; says how large, and on which prompt most.
+        ValueError: no prompt, or one with fewer than `prompt_tokens + 2` tokens.
+    """
+    from ..cache.hf import NVFP4Cache
+
+    rows = tokenized(prompts, tokenizer, model.device)
+    short = min(row.shape[1] for row in rows)
+    if short < prompt_tokens + 2:
+        raise ValueError(f"prompts need prompt_tokens + 2 = {prompt_tokens + 2} tokens or more, got one with {short}")
+    total, each = Tally(), []
+    for row in rows:
+        cache = NVFP4Cache(model.config, row.shape[1], recipe)
+        expected, got = full_precision(model, row).cpu(), decoded(model, row, cache, prompt_tokens)
+        cache.check()
+        alone = Tally()
+        for tally in (total, alone):
+            tally.add(expected, got, row.cpu(), prompt_tokens)
+        each.append(alone.fidelity().kl)
+    score = total.fidelity()
+    if not score.kl <= kl:
+        name = repr(recipe) if isinstance(recipe, str) else "the recipe"
+        worst = max(range(len(each)), key=lambda index: each[index])
+        raise AssertionError(
+            f"{name} has a KL of {score.kl:.3g} nats a token over {score.num_tokens} decoded tokens, at most {kl:.3g} "
+            f"is allowed; prompt {worst} has the most, {each[worst]:.3g}. Same top token: {score.top1:.1%}"
+        )
+    return score

@@ -1,11 +1,11 @@
 """Decode attention: error against float64 first, then time beside its peers in one run.
 
-    python benchmarks/attention.py [results.csv]
+    python benchmarks/attention.py [results.csv] [case …]
 
 Every time is one replay of a CUDA graph that holds the whole op, merges included, with the L2 cache flushed before it;
 the row "nothing" is a graph of one empty kernel, which every time contains. Bytes are those of K and V, read once (at
 4.5 bits an element for NVFP4). The best configuration of each Triton peer stands for it, and ours is compared with the
-best of all BF16 and of all FP8 peers.
+best of all BF16 and of all FP8 peers. `case` is part of a name, such as "exact window" or "D 64"; without one all run.
 """
 
 from __future__ import annotations
@@ -159,11 +159,13 @@ def best(calls: list[Callable[[], Tensor]]) -> Times | None:
 
 
 def main() -> None:
+    results = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    wanted = sys.argv[2:] or [""]
     table = Table("attention")
     bandwidth = copy_bandwidth()
     nothing = torch.zeros(1, device="cuda")
     table.add("nothing", "one small kernel", replayed(lambda: nothing.add_(1)), copy_bytes_per_s=bandwidth)
-    for case in dict.fromkeys(CASES):
+    for case in dict.fromkeys(case for case in CASES if any(text in case.name for text in wanted)):
         call, k, v = inputs(case)
         reason = decode.unsupported(call)
         assert reason is None, reason
@@ -195,7 +197,7 @@ def main() -> None:
             over_bf16=fastest["BF16"][0] / ours[0],
             over_fp8=fastest["FP8"][0] / ours[0],
         )
-        table.write(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+        table.write(results)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks alone": {"num_sink_tokens": 4, "lengths": (300, 3)},
     "exact window, soft-cap": {"ring": 24, "num_sink_tokens": 4, "window": 40, "softcap": 5.0, "lengths": (300, 90)},
     "bias of V": {"v_bias": BIAS, "ring": 24},
+    "rotated keys": {"k_rotation": 64, "ring": 24},
+    "rotated keys, queries by 16": {"k_rotation": 64, "num_queries": 5},
 }
 HEAD_SIZES = [
     (64, 64),

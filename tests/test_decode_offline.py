@@ -232,6 +232,7 @@ def test_every_option_compiles(capability: int) -> None:
         num_sink_tokens=4,
         q_stored=q_stored,
         stored_bias=bias,
+        k_rotation=128,
         v_bias=torch.empty(8, 128),
         mask=torch.ones(1, 1, 1, 8192, dtype=torch.bool),
         sink_logits=torch.empty(32),
@@ -253,6 +254,17 @@ def test_the_exact_window_leaves_the_main_loop_alone() -> None:
     assert len(kernel.loop) <= len(plain.loop) * 1.02
     # Values that the loop does not change may wait in local memory.
     assert kernel.in_loop("LDL", "STL") <= 4
+
+
+@compiles
+@pytest.mark.parametrize(("options", "instructions"), [({}, 560), ({"d": 64}, 270), ({"group": 8}, 560)], ids=str)
+def test_a_query_is_rotated_in_registers_before_the_main_loop(options: dict[str, Any], instructions: int) -> None:
+    c = call(**options)
+    (rotated, _), (plain, _) = (compiled(replace(c, k_rotation=r), 90) for r in (c.head_dim, 0))
+    assert rotated.kernel.spills == 0
+    assert rotated.kernel.shared == plain.kernel.shared
+    assert len(rotated.loop) <= len(plain.loop) * 1.02
+    assert len(rotated.kernel.instructions) - len(plain.kernel.instructions) <= instructions
 
 
 @compiles

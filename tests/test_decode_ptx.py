@@ -33,6 +33,7 @@ QUICK = {
     "pages of 16",
     "exact ring",
     "sinks alone",
+    "rotated keys",
 }
 
 
@@ -49,7 +50,7 @@ def test_options(name: str) -> None:
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (80, 96), (256, 80), pytest.param(192, 256, marks=pytest.mark.slow)])
 def test_head_sizes(d: int, dv: int) -> None:
     sizes = {"head_dim": d, "v_head_dim": dv, "lengths": (140, 70)}
-    for c in (call(**sizes), call(**sizes, page_size=32, capacity=192, ring=20, heads=8)):
+    for c in (call(**sizes, k_rotation=d & -d), call(**sizes, page_size=32, capacity=192, ring=20, heads=8)):
         with ptx.launches():
             out, lse = decode.run(c)
         compare(c, out, lse)

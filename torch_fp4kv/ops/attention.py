@@ -272,10 +272,6 @@ def _run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     if call.q.device.type == "cpu":
         _check_values(call)
     name = backends.choose("attention", call.q.device, call.backend, call).name
-    if name == "triton-gluon":
-        from .kernels.rotation import rotated
-
-        call = rotated(call, call.q.dtype)
     out: tuple[Tensor, Tensor | None] = backends.attention_module(name).run(call)
     return out
 

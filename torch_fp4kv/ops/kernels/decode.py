@@ -239,7 +239,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     assert v_scales is not None
     k_scales = k_scales.view(torch.int32) if d == padded(d) else k_scales
     v_scales = v_scales.view(torch.int32) if dv == padded(dv) else v_scales
-    q_stored = q if call.q_stored is None else call.q_stored
+    q_stored = call.query_of_stored
     bias = None if call.stored_bias is None else call.stored_bias.contiguous()
     mask = call.mask
     if mask is not None:
@@ -300,6 +300,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             D=d,
             DP=padded(d),
             DVP=padded(dv),
+            ROTATION=call.k_rotation,
             STAGES=p.config.stages,
             SOFTCAP=call.softcap > 0,
             MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,

@@ -295,6 +295,20 @@ def in_order_of_lanes(x, DP: gl.constexpr):
 
 
 @gluon.jit
+def rotate(x, BLOCK: gl.constexpr):
+    """Rows of `x` rotated in blocks of BLOCK elements, up to 256: see `format/rotation.py`."""
+    element = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))[None, :]
+    for i in gl.static_range(8):
+        if BLOCK > 1 << i:
+            own = gl.where(element & (1 << i) == 0, x, -x)
+            bits = gl.reshape(x.to(gl.int32, bitcast=True), [x.shape[0], x.shape[1] >> (i + 1), 2, 1 << i])
+            # Both xor one gives the other, with one shuffle where another lane has it.
+            other = gl.reshape(gl.expand_dims(gl.xor_sum(bits, 2), 2) ^ bits, x.shape).to(gl.float32, bitcast=True)
+            x = own + gl.convert_layout(other, x.type.layout, assert_trivial=True)
+    return x * BLOCK**-0.5
+
+
+@gluon.jit
 def load_query(
     q,
     b,
@@ -310,11 +324,13 @@ def load_query(
     HS: gl.constexpr,
     D: gl.constexpr,
     DP: gl.constexpr,
+    ROTATION: gl.constexpr,
     B: gl.constexpr,
     MMA: gl.constexpr,
 ):
     """Queries as operand B `[DP, HS]`, elements in the order in which lanes find K, and the factor of each column.
 
+    ROTATION: as stored K is rotated, or 0.
     A power of two puts each row's largest magnitude into [2^12, 2^13), so that f16 holds queries of any size.
     """
     Q: gl.constexpr = linear(k_exact_map(HS, DP))
@@ -325,7 +341,10 @@ def load_query(
     if D != DP:
         mask = mask & (element < D)
     pointers = q + b.to(gl.int64) * stride_b + rows[:, None] + element * stride_d
-    query, factor = exact_operand(gl.load(pointers, mask=mask, other=0.0).to(gl.float32), 1)
+    query = gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
+    if ROTATION > 0:
+        query = rotate(query, ROTATION)
+    query, factor = exact_operand(query, 1)
     query = gl.permute(in_order_of_lanes(query, DP), (1, 0))
     return gl.convert_layout(query, B, assert_trivial=True), gl.convert_layout(factor, gl.SliceLayout(0, MMA))
 
@@ -515,7 +534,7 @@ def exact_split(
     pointers = v_exact + (token * stride_ve_e)[:, None] + element
     v = gl.load(pointers, mask=seen[:, None] & (element < DV), other=0.0)
     query, factor = load_query(
-        q, b, head, block, queries, stride_q_b, stride_q_h, stride_q_l, stride_q_d, G, C, HS, D, DP, B, MMA
+        q, b, head, block, queries, stride_q_b, stride_q_h, stride_q_l, stride_q_d, G, C, HS, D, DP, 0, B, MMA
     )
     factor = factor * scale
     column = block * C + gl.arange(0, HS, layout=gl.SliceLayout(0, MMA)) % C
@@ -663,6 +682,7 @@ def decode_kernel(
     DP: gl.constexpr,
     DV: gl.constexpr,
     DVP: gl.constexpr,
+    ROTATION: gl.constexpr,
     N: gl.constexpr,
     GROUP: gl.constexpr,
     STRIDE: gl.constexpr,
@@ -874,7 +894,23 @@ def decode_kernel(
             page = gl.load(row_pages + (gl.minimum((ahead + STRIDE) * N, end - 1) >> log_page_size))
 
     query, factor = load_query(
-        q_stored, b, head, block, queries, stride_qs_b, stride_qs_h, stride_qs_l, stride_qs_d, G, C, HS, D, DP, B, MMA
+        q_stored,
+        b,
+        head,
+        block,
+        queries,
+        stride_qs_b,
+        stride_qs_h,
+        stride_qs_l,
+        stride_qs_d,
+        G,
+        C,
+        HS,
+        D,
+        DP,
+        ROTATION,
+        B,
+        MMA,
     )
     # Not 0, which -inf would turn into NaN.
     factor = gl.maximum(factor * (scale * CODE_SCALE * gl.load(k_global + head * stride_k_global)), 1.2e-38)

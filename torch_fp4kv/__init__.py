@@ -9,6 +9,7 @@ from .checkpoint import CheckpointScales, load_scales
 from .compile import disable, enable
 from .ops import append, attention, dequantize, exact_math, explain, from_packed, prefer, quantize, to_packed
 from .recipe import LayerCalibration, Recipe, get_recipe, recipes, register_recipe
+from .startup import warmup
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "register_recipe",
     "register_sharding",
     "to_packed",
+    "warmup",
 ]
 
 

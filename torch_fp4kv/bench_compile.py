@@ -20,6 +20,7 @@ import torch
 
 from . import bench, demo, scoring
 from .console import heading, table
+from .startup import graph_counts
 
 STARTS = ("cold", "warm")
 
@@ -74,8 +75,6 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(name: str, args: argparse.Namespace) -> Start:
     """This process's start."""
-    from torch._dynamo.utils import counters
-
     from . import NVFP4Cache
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -100,10 +99,7 @@ def measure(name: str, args: argparse.Namespace) -> Start:
     )
     _prompt, first, second, *later = clock.times
     steps = [(b - a) * 1e3 for a, b in zip([second, *later], later)]
-    cached = max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
-    return Start(
-        name, second - first, statistics.median(steps[-8:]), counters["inductor"]["fxgraph_cache_miss"], cached
-    )
+    return Start(name, second - first, statistics.median(steps[-8:]), *graph_counts())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,70 @@
+"""`warmup`: what it compiles serves the requests after it, and it leaves the cache as good as new."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import compile_everywhere, greedy, llama, prompt
+from torch._dynamo.utils import counters
+
+from torch_fp4kv import NVFP4Cache, warmup
+from torch_fp4kv.scoring import cache_argument
+
+
+def test_requests_after_it_compile_nothing():
+    torch._dynamo.reset()
+    model = llama(num_hidden_layers=1)
+    options = {"compile_config": compile_everywhere()}
+    cache = NVFP4Cache(model.config, 128, "nvfp4-plain")
+    done = warmup(model, cache, batch_size=2, prompt_tokens=(20, 40), **options)
+    assert done.seconds > 0
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    argument = cache_argument(model.forward)
+    got = model.generate(prompt(2, 30), **{argument: cache}, **options, **greedy(8))
+    assert counters["stats"]["unique_graphs"] == graphs
+    eager = NVFP4Cache(model.config, 128, "nvfp4-plain")
+    assert torch.equal(got, model.generate(prompt(2, 30), **{argument: eager}, **greedy(8)))
+
+
+SECOND_PROCESS = """
+import torch
+from hf_models import compile_everywhere, llama
+from torch_fp4kv import NVFP4Cache, warmup
+torch.set_num_threads(1)
+model = llama(num_hidden_layers=1)
+done = warmup(model, NVFP4Cache(model.config, 128, "nvfp4-plain"), compile_config=compile_everywhere())
+print(done.graphs_compiled, done.graphs_from_cache)
+"""
+
+
+@pytest.mark.slow
+def test_it_says_what_came_from_inductors_cache(tmp_path):
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", SECOND_PROCESS], env=environment, capture_output=True, text=True, check=True
+        )
+        for _ in range(2)
+    ]
+    (compiled, from_cache), (compiled_again, from_cache_again) = (map(int, run.stdout.split()) for run in runs)
+    assert compiled > 0 and from_cache == 0
+    assert compiled_again == 0 and from_cache_again == compiled
+
+
+def test_what_it_cannot_warm_is_refused():
+    model = llama(num_hidden_layers=1)
+    with pytest.raises(ValueError, match="max_cache_len"):
+        warmup(model, NVFP4Cache(model.config))
+    cache = NVFP4Cache(model.config, 32)
+    with pytest.raises(ValueError, match="do not fit max_cache_len=32"):
+        warmup(model, cache, prompt_tokens=(8, 30))
+    with torch.no_grad():
+        model(prompt(1, 5), **{cache_argument(model.forward): cache})
+    with pytest.raises(ValueError, match="holds 5 tokens"):
+        warmup(model, cache, prompt_tokens=(8,))
+    assert int(cache.get_seq_length()) == 5

@@ -1,0 +1,85 @@
+"""`warmup`: what a serving process compiles and captures, before its first request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .scoring import cache_argument
+
+NUM_NEW = 6
+"""The prompt gives a token, then steps that compile, run once more before capture, are captured, and are replayed."""
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """What `warmup` did.
+
+    Attributes:
+        seconds: all of it.
+        graphs_compiled: graphs that Inductor compiled anew; 0 where decoding is not compiled, or all were known.
+        graphs_from_cache: graphs that came from Inductor's cache on disk.
+    """
+
+    seconds: float
+    graphs_compiled: int
+    graphs_from_cache: int
+
+
+def warmup(
+    model: Any, cache: Any, *, batch_size: int = 1, prompt_tokens: Sequence[int] = (64,), **options: Any
+) -> Warmup:
+    """Generates a few tokens with `cache`, so that no request waits for compilers, kernels or CUDA graphs.
+
+    One graph serves a batch size, so call it once for each that will come, the largest first: then the cache's buffers,
+    whose addresses captured graphs hold, are made once. The cache is reset afterwards and keeps buffers and graphs.
+
+    Args:
+        model: a Hugging Face decoder.
+        cache: an empty `NVFP4Cache` with `max_cache_len`, the one that will serve. Mutated: allocated, and reset.
+        batch_size: rows of the requests.
+        prompt_tokens: prompt lengths to run. Compiled decoding does not depend on them; kernels of prefill may.
+        **options: for `model.generate`, such as `compile_config=`; those that requests will use.
+
+    Returns:
+        How long it took, and where the graphs came from.
+
+    Raises:
+        ValueError: the cache grows, holds tokens, or is too small for a prompt; nothing was run.
+    """
+    capacity = cache.layers[0].max_cache_len
+    if capacity is None:
+        raise ValueError("a cache that grows is not compiled: make it with max_cache_len")
+    if int(cache.get_seq_length()):
+        raise ValueError(f"the cache holds {int(cache.get_seq_length())} tokens, which warmup would lose: reset() it")
+    if max(prompt_tokens) + NUM_NEW > capacity:
+        raise ValueError(f"a prompt of {max(prompt_tokens)} and {NUM_NEW} tokens do not fit max_cache_len={capacity}")
+    start, before = time.perf_counter(), graph_counts()
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    for length in prompt_tokens:
+        # Unlike tokens, so that scales and bias are ordinary; seeded apart from the caller's generator.
+        ids = torch.randint(vocabulary, (batch_size, length), generator=torch.Generator().manual_seed(0))
+        ids = ids.to(model.device)
+        settings = {"do_sample": False, "pad_token_id": 0, **options, cache_argument(model.forward): cache}
+        try:
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, eos_token_id=None, **settings
+            )
+        finally:
+            cache.reset()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    compiled, loaded = (after - count for after, count in zip(graph_counts(), before))
+    return Warmup(time.perf_counter() - start, compiled, loaded)
+
+
+def graph_counts() -> tuple[int, int]:
+    """Graphs that this process compiled anew, and those that came from Inductor's cache."""
+    from torch._dynamo.utils import counters
+
+    loaded = max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
+    return counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"], loaded

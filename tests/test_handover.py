@@ -118,10 +118,11 @@ def test_a_sliding_layer_hands_over_what_its_ring_holds():
     settings = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = MistralConfig(**settings, num_key_value_heads=2, vocab_size=64, head_dim=32, sliding_window=24)
     model = MistralForCausalLM(config).eval()
-    cache = prefilled(model, 128)
+    cache = prefilled(model, 256, tokens=190)
     cache.crop(-3)
-    parts = [export_blocks(cache, "a", tokens=range(0, 60), more=True), export_blocks(cache, "a", tokens=range(60, 87))]
-    assert [p.header["layers"][0]["first"] for p in parts] == [50, 60]
+    halves = range(0, 100), range(100, 187)
+    parts = [export_blocks(cache, "a", tokens=half, more=half.start == 0) for half in halves]
+    assert [p.header["layers"][0]["first"] for p in parts] == [62, 100]
     other = NVFP4Cache(config, 256)
     import_blocks(other, parts)
     assert torch.equal(decode(model, other), decode(model, cache))

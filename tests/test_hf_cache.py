@@ -370,3 +370,14 @@ def test_a_pickled_cache_has_all_of_its_state(model, recipe):
     cache, more = prefilled(model, prompt(), 64, recipe), prompt(tokens=3, seed=5)
     twin = pickle.loads(pickle.dumps(cache))
     assert torch.equal(steps(model, twin, more), steps(model, cache, more))
+
+
+def test_rows_hold_whole_tiles_and_no_token_more_than_asked_for() -> None:
+    """The decode kernel takes rows of a multiple of 16 tokens alone, and no other path where 128 divide them."""
+    cache = NVFP4Cache(llama().config, 1000)
+    k, v = torch.randn(2, 1, 2, 1000, 64)
+    for index in range(2):
+        cache.update(k, v, index)
+    assert cache.layers[0].storage.k_data.shape[2] == 1024
+    with pytest.raises(ValueError, match="max_cache_len=1000"):
+        cache.update(k[:, :, :1], v[:, :, :1], 0)

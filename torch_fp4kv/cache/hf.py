@@ -19,7 +19,7 @@ from . import attention_interface, serialize
 from .handle import KVHandle
 from .positions import RING_SLACK, Positions
 from .shard import Shard
-from .storage import LayerStorage, Update
+from .storage import LayerStorage, Update, whole_tiles
 
 attention_interface.register()
 
@@ -57,7 +57,7 @@ class NVFP4Layer(CacheLayerMixin):
         tokens = max_cache_len or 0
         if self.is_sliding:
             tokens = min(tokens or sliding_window + RING_SLACK, sliding_window + RING_SLACK)
-        self.storage = LayerStorage(recipe, tokens, sliding_window)
+        self.storage = LayerStorage(recipe, whole_tiles(tokens), sliding_window)
         self.positions: Positions | None = None
         self._view: Update | None = None
         self.leads = False

@@ -14,7 +14,7 @@ from ..ops import checks
 from ..recipe import Recipe, get_recipe
 from .handle import KVHandle
 from .positions import Positions
-from .storage import LayerStorage
+from .storage import LayerStorage, whole_tiles
 
 
 class NVFP4KVCache(nn.Module):
@@ -50,7 +50,7 @@ class NVFP4KVCache(nn.Module):
         checks.count(max_seq_length, "max_seq_length")
         recipe = get_recipe(recipe, **overrides)
         like = torch.empty((max_batch_size, n_heads, 0, head_dim), dtype=dtype, device=device)
-        self.storage = LayerStorage(recipe, max_seq_length)
+        self.storage = LayerStorage(recipe, whole_tiles(max_seq_length))
         self.storage.allocate(like, like.new_empty((max_batch_size, n_heads, 0, v_head_dim or head_dim)))
         ring = LayerStorage.ring_size(recipe)
         self.positions = Positions(max_batch_size, max_seq_length, ring, like.device)

@@ -37,6 +37,12 @@ ROW_TENSORS = ("k_data", "k_scales", "v_data", "v_scales", "k_exact", "v_exact")
 _HEAD_TENSORS = ("k_global", "v_global", "k_bias", "v_bias", "k_transform", "q_transform")
 
 
+def whole_tiles(tokens: int) -> int:
+    """Slots a row for `tokens` tokens: kernels are at their fastest where no tile (128 tokens at most) crosses the end
+    of a row, or of a ring's lap."""
+    return -(-tokens // 128) * 128
+
+
 class LayerStorage:
     """K and V of one layer in the formats of a recipe.
 

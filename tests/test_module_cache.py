@@ -146,3 +146,22 @@ def test_moved_buffers_serve_outside_inference_mode():
         kv.to("cpu")
     kv.update(None, torch.randn(2, 2, 4, 32), torch.randn(2, 2, 4, 32))
     assert not kv.storage.k_data.is_inference()
+
+
+def test_the_calls_of_litgpt_and_torchtune():
+    """`cache(input_pos, k, v)` and `repeat_interleave`; `update(k, v)`, `unsqueeze`, `expand` and `flatten`."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 9, 32), torch.randn(2, 2, 9, 32)
+    caches = [cache(recipe="bf16") for _ in range(2)]
+    keys, values = caches[0](torch.arange(9), k, v)
+    repeated = [x.repeat_interleave(2, dim=1) for x in (keys, values)]
+    handles = caches[1].update(k, v)
+    expanded = [x.unsqueeze(2).expand(2, 2, 2, -1, 32).flatten(1, 2) for x in handles]
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    for one, other in (repeated, expanded):
+        assert one.shape == (2, 4, 64, 32)
+        got = torch.nn.functional.scaled_dot_product_attention(q, one[:, :, :9], other[:, :, :9])
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for refused in (lambda: keys.unsqueeze(1), lambda: keys.flatten(1, 2), lambda: keys.repeat_interleave(2, dim=2)):
+        with pytest.raises(TypeError, match="not supported"):
+            refused()

@@ -102,6 +102,19 @@ class KVHandle:
 
     view = reshape
 
+    def unsqueeze(self, dim: int) -> KVHandle:
+        if dim == 2 and not self.inserted:
+            return self._with(inserted=1)
+        _refuse(f"unsqueeze({dim})")
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> KVHandle:
+        if (start_dim, end_dim) == (1, 2) and self.inserted:
+            return self._with(repeats=self.repeats * self.inserted, inserted=0)
+        _refuse(f"flatten({start_dim}, {end_dim}) of shape {tuple(self.shape)}")
+
+    def repeat_interleave(self, repeats: int, dim: int | None = None) -> KVHandle:
+        return _repeat_interleave(self, repeats, dim)
+
     def contiguous(self) -> KVHandle:
         return self
 

@@ -57,8 +57,10 @@ class NVFP4KVCache(nn.Module):
         self._rows = max_batch_size
         self._writing = False
 
-    def update(self, input_pos: Tensor | None, k: Tensor, v: Tensor) -> tuple[Any, Any]:
+    def update(self, input_pos: Tensor | None, k: Tensor, v: Tensor | None = None) -> tuple[Any, Any]:
         """Stores `k` `[B, H, n, D]` and `v` `[B, H, n, Dv]` in place and returns handles for both.
+
+        `update(k, v)`, as torchtune calls it, is `update(None, k, v)`.
 
         Args:
             input_pos: int `[n]`, positions of the tokens, which continue the row; None appends. On a GPU and in
@@ -69,6 +71,9 @@ class NVFP4KVCache(nn.Module):
                 written.
             RuntimeError: a gradient would be recorded, or an earlier call ended halfway.
         """
+        if v is None:
+            assert input_pos is not None
+            return self.update(None, input_pos, k)
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise RuntimeError("a quantised KV cache is for inference; call the model under torch.no_grad()")
         if self._writing:

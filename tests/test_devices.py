@@ -1,4 +1,4 @@
-"""A model whose layers are on several devices: each layer's part of the cache is where its layer is."""
+"""A model on several devices: each layer's part of the cache is where its layer is, each head on its rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from hf_models import greedy, llama, prompt
 
-from torch_fp4kv import NVFP4Cache
+from torch_fp4kv import NVFP4Cache, PagedNVFP4Cache
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -60,6 +60,30 @@ def test_layers_of_two_devices_come_together():
     for layer in range(3):
         x = torch.randn(2, 2, 1, 64, device="meta")
         cache.update(x, x.clone(), layer)
+
+
+@pytest.mark.parametrize("pooled", [False, True], ids=["cache", "pool"])
+def test_a_rank_keeps_its_head_where_there_are_fewer_heads_than_ranks(pooled):
+    """Four ranks, two KV heads that each computes, eight query heads: ranks 0 and 1 read the first, 2 and 3 the
+    second."""
+    config = llama(num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2, head_dim=32).config
+    torch.manual_seed(0)
+    k, v, q = torch.randn(1, 2, 20, 32), torch.randn(1, 2, 20, 32), torch.randn(1, 8, 20, 32)
+
+    def attended(q, **shard):
+        if pooled:
+            pool = PagedNVFP4Cache(config, 4, 1, 32, 16, torch.float32, recipe="nvfp4-plain", **shard)
+            cache = pool.row(pool.admit())
+        else:
+            cache = NVFP4Cache(config, 32, "nvfp4-plain", **shard)
+        cache.update(k, v, 0)
+        handles = cache.update(k[:, :, :1], v[:, :, :1], 0)
+        return F.scaled_dot_product_attention(q[:, :, :1], *handles, enable_gqa=True)
+
+    want = attended(q).chunk(4, 1)
+    for rank in range(4):
+        got = attended(q[:, 2 * rank : 2 * rank + 2], tp_rank=rank, tp_size=4)
+        torch.testing.assert_close(got, want[rank], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

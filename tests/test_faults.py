@@ -288,7 +288,7 @@ def test_two_generations_at_once(model):
     ids = [prompt(2, 30, seed=7), prompt(1, 50, seed=8)]
 
     def generate(i):
-        return model.generate(ids[i], past_key_values=NVFP4Cache(model.config, 128 if i else None), **greedy(30))
+        return model.generate(ids[i], past_key_values=NVFP4Cache(model.config, 128 if i else None), **greedy(12))
 
     want, got = [generate(0), generate(1)], [[], []]
     threads = [threading.Thread(target=lambda i=i: got[i].extend(generate(i) for _ in range(3))) for i in range(2)]

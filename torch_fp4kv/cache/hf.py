@@ -93,6 +93,7 @@ class NVFP4Layer(CacheLayerMixin):
                 "a quantised KV cache is for inference, and K or V requires a gradient: "
                 "call the model under torch.no_grad() or torch.inference_mode()"
             )
+        key_states, value_states = self.cache.own_heads(key_states), self.cache.own_heads(value_states)
         if self.storage.empty:
             self.cache.check_padding(key_states.shape[0])
             if not self.is_initialized or self._outgrown(key_states, value_states):
@@ -243,7 +244,8 @@ class NVFP4Cache(Cache):
         recipe: name of a recipe or a `Recipe`; see `torch_fp4kv.recipes()` and docs/recipes.md.
         materialize: `update` returns dequantised tensors, for models that do more with K and V than attend.
         tp_rank, tp_size: this rank and the number of ranks of a tensor-parallel model, each with a cache of its own
-            heads. Needed where numbers were calibrated for all heads, and by `export_blocks` and `import_blocks`.
+            heads. Needed where numbers were calibrated for all heads, where there are fewer KV heads than ranks, and by
+            `export_blocks` and `import_blocks`.
         **overrides: fields of `Recipe` to replace, such as `exact_window=128` or `layers={"sliding": "bf16"}`.
 
     Raises:
@@ -331,6 +333,10 @@ class NVFP4Cache(Cache):
             raise RuntimeError(_DAMAGED)
         if any(layer.storage.empty for layer in storing) or len({layer.calls for layer in storing} - {_UNKNOWN}) > 1:
             raise RuntimeError("a call of the model ended halfway, and layers hold different tokens: reset() the cache")
+
+    def own_heads(self, x: Tensor) -> Tensor:
+        """Of K or V `[B, H, n, ·]` the heads that this rank holds."""
+        return self.shard.own(x, self._configured_kv_heads) if self.shard.size > 1 else x
 
     def total_kv_heads(self, held: int) -> int:
         """KV heads that all ranks have in a layer of which this one has `held`."""

@@ -391,6 +391,7 @@ class _PagedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Stores the tokens in the rows' pages and returns handles for K and V."""
         pool, storage = self.pool, self.pool.layers[self.index]
+        key_states, value_states = (pool.shard.own(x, pool.num_kv_heads) for x in (key_states, value_states))
         num_new = key_states.shape[2]
         storage.check(key_states, value_states, pool.max_rows if self.row is None else 1)
         if self.row is not None:

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 if TYPE_CHECKING:
     from ..recipe import Recipe
 
@@ -45,6 +47,13 @@ class Shard:
     def total(self, held: int, configured: int) -> int:
         """KV heads of all ranks in a layer of which each holds `held`, of a model whose config says `configured`."""
         return configured if self.size > 1 and configured < self.size else held * self.size
+
+    def own(self, x: Tensor, configured: int) -> Tensor:
+        """Of K or V `x` `[B, H, n, ·]` this rank's head, where each rank computes all of fewer heads than ranks."""
+        if configured >= self.size or x.shape[1] != configured:
+            return x
+        heads = self.heads(configured)
+        return x[:, heads.start : heads.stop]
 
     def of(self, recipe: Recipe) -> Recipe:
         """A layer's `recipe` with the calibrated numbers of this rank's heads only."""

@@ -21,7 +21,7 @@ from .blocks import Blocks
 from .contents import Contents, make_room
 from .hf import NVFP4Cache
 from .paged import PagedNVFP4Cache, PagedPositions
-from .positions import Positions
+from .positions import RING_SLACK, Positions
 from .storage import LayerStorage
 
 _PARTS = ("k", "v")
@@ -145,8 +145,9 @@ class _Layer:
         index = torch.tensor(rows, device=positions.lengths.device)
         first = tokens.start
         if storage.window > 0:
-            # A ring keeps the last tokens.
-            first = min(max(first, int(positions.longest[index].min()) - storage.tokens), tokens.stop)
+            # What is seen again, also after a crop.
+            seen_from = int(positions.longest[index].min()) - storage.window - RING_SLACK
+            first = min(max(first, seen_from), tokens.stop)
         facts: dict[str, Any] = {
             "index": self.index,
             "window": storage.window,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import torch_fp4kv as fp4
-from torch_fp4kv import NVFP4KVCache
+from torch_fp4kv import LayerCalibration, NVFP4KVCache, get_recipe
 
 BATCH, HEADS, TOKENS, DIM, RING = 16, 8, 4096, 128, 145
 BF16, F32, I64, U8 = torch.bfloat16, torch.float32, torch.int64, torch.uint8
@@ -29,7 +29,10 @@ def append_step(kw: Tensor, ks: Tensor, vw: Tensor, vs: Tensor, k: Tensor, v: Te
 
 def caches(recipe: str, layers: int) -> list[NVFP4KVCache]:
     """One cache a layer, as after a prompt; the first one's positions are those of all."""
-    found = [NVFP4KVCache(BATCH, TOKENS, HEADS, DIM, BF16, device="cuda", recipe=recipe) for _ in range(layers)]
+    ones, order = [[1.0] * DIM] * HEADS, [list(range(DIM))] * HEADS
+    calibration = [LayerCalibration(k_bias=ones, k_factors=ones, k_order=order)]
+    known = get_recipe(recipe, calibration=calibration if recipe == "nvfp4-max" else ())
+    found = [NVFP4KVCache(BATCH, TOKENS, HEADS, DIM, BF16, device="cuda", recipe=known) for _ in range(layers)]
     for cache in found:
         cache.storage.empty = False
     return found

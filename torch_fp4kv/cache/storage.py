@@ -196,9 +196,11 @@ class LayerStorage:
         """What stored K meets in place of `q` `[B, Hq, n, D]`, before `k_rotation`; None if it is q itself."""
         if self.q_transform is None:
             return None
-        grouped = q.to(torch.float32).unflatten(1, (self.q_transform.shape[0], -1))
+        # KV heads first: a matrix product with rows of a head, not with a copy of its matrix for each row.
+        grouped = q.to(torch.float32).unflatten(1, (self.q_transform.shape[0], -1)).transpose(0, 1)
         with torch.autocast(q.device.type, enabled=False):
-            return (grouped @ self.q_transform[:, None]).flatten(1, 2).to(q.dtype)
+            rows = grouped.flatten(1, 3) @ self.q_transform
+        return rows.view(grouped.shape).transpose(0, 1).flatten(1, 2).to(q.dtype)
 
     def query_bias(self, q: Tensor) -> Tensor | None:
         """float32 `[B, Hq, n]`: `q · k_bias`, what the shift took from the score of stored K."""

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import compile_everywhere, greedy, prompt  # noqa: E402
 
-from torch_fp4kv import NVFP4Cache  # noqa: E402
+from torch_fp4kv import NVFP4Cache, as_static_cache  # noqa: E402
 
 COMMON: dict[str, Any] = {
     "hidden_size": 128,
@@ -234,3 +234,30 @@ def test_latent_attention_takes_tensors_or_is_refused(name):
         assert (model.generate(ids, past_key_values=cache, **greedy(12)) == want).float().mean() > 0.9
     with pytest.raises(TypeError, match=r"linear is not supported.*materialize=True"):
         model.generate(ids, past_key_values=NVFP4Cache(config), **greedy(12))
+
+
+@pytest.mark.parametrize("capacities", [(None, None), (64, 128)], ids=["growing", "static"])
+@pytest.mark.parametrize("source_tokens", [1, 5, 120])
+def test_short_masked_and_repeated_sources(capacities, source_tokens):
+    """An encoder's few states are read from storage at once; padding of the source and beams reach both parts."""
+    model, source, options = encoder_decoder("Bart")
+    source = source[:, :source_tokens]
+    mask = torch.ones_like(source)
+    mask[0, 3:] = 0
+    for more in ({}, {"attention_mask": mask}, {"num_beams": 3}):
+        parts = (NVFP4Cache(model.config, capacity, "bf16") for capacity in capacities)
+        cache = transformers.EncoderDecoderCache(*parts)
+        got = model.generate(source, past_key_values=cache, disable_compile=True, **options, **more)
+        assert torch.equal(got, model.generate(source, **options, **more))
+
+
+def test_cache_implementation_static_of_an_encoder_decoder():
+    model, source, options = encoder_decoder("Bart")
+    with as_static_cache(model, "bf16"):
+        got = model.generate(
+            source, cache_implementation="static", disable_compile=True, return_dict_in_generate=True, **options
+        )
+    cache = getattr(got, "cache", None) or got.past_key_values
+    assert isinstance(cache.self_attention_cache, NVFP4Cache)
+    assert isinstance(cache.cross_attention_cache, NVFP4Cache)
+    assert torch.equal(got.sequences, model.generate(source, **options))

@@ -1,4 +1,4 @@
-# make demo | test | test-slow | lint | types | package | doctor | clean
+# make demo | test | test-slow | lint | types | docs | package | doctor | clean
 #
 # Each sets up .venv by itself. PYTHON=/path/to/python uses that environment as it is and installs nothing.
 # MODEL=path (a directory or a GGUF file) is what `make demo` runs; TORCH=requirement is the torch that .venv gets.
@@ -35,7 +35,7 @@ endif
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS)
 
-.PHONY: demo doctor test test-slow test-old lint types package clean
+.PHONY: demo doctor test test-slow test-old lint types docs package clean
 
 demo: $(DEMO_READY)
 	$(RUN) -m torch_fp4kv.cli demo $(if $(MODEL),--model '$(MODEL)') $(ARGS)
@@ -60,6 +60,10 @@ lint: $(TEST_READY)
 
 types: $(TEST_READY)
 	$(RUN) -m mypy
+
+# The site, in build/site.
+docs: $(TEST_READY)
+	$(RUN) -m mkdocs build --quiet --strict $(ARGS)
 
 package: $(TEST_READY)
 	BUILD_PYTHON=$(RUN) JOBS=$(JOBS) .ci/package $(ARGS)

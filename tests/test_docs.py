@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
+
+import torch_fp4kv
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -25,10 +28,50 @@ def test_snippets_run(page):
         exec(compile(snippet, f"{page.name}, snippet {number}", "exec"), namespace)
 
 
+def slugs(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
 def test_links_lead_somewhere(page):
     if not page.exists():
         pytest.skip("the documentation is in the checkout, not in the package")
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-        if not target.startswith(("http:", "https:")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("http:", "https:")):
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in slugs(file), f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.skipif(not PAGES, reason="the documentation is in the checkout, not in the package")
+def test_the_site_has_every_page():
+    named = re.findall(r"^  - .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == [page.name for page in PAGES]
+
+
+def messages() -> str:
+    """All strings of the package's code, with … for what is put into them."""
+    found = []
+    for file in Path(torch_fp4kv.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+@pytest.mark.skipif(not PAGES, reason="the documentation is in the checkout, not in the package")
+def test_messages_of_the_troubleshooting_page_are_the_codes():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(quoted) > 15
+    code = messages()
+    for message in quoted:
+        # A number or name in the message may be a constant put into it.
+        pattern = re.escape(message).replace("16", "(16|…)")
+        assert re.search(pattern, code), f"no such message: {message}"

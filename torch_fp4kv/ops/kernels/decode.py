@@ -246,8 +246,9 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         mask = mask.expand(*q.shape[:3], mask.shape[-1])
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     pdl = capability >= (9, 0)
+    num_stored = p.programs * batch * heads * p.blocks
     with torch.cuda.device(device):
-        decode_kernel[((p.programs + p.exact_slots) * batch * heads * p.blocks,)](
+        decode_kernel[(num_stored + p.exact_slots * batch * heads * p.blocks,)](
             q,
             q_stored,
             k_words,
@@ -287,7 +288,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             sinks,
             max(ring, 1),
             sinks + ring,
-            p.exact_slots,
+            num_stored,
             p.blocks,
             p.tile_limit,
             p.program_limit,

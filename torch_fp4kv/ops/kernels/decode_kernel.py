@@ -664,7 +664,7 @@ def decode_kernel(
     num_sink_tokens,
     ring,
     num_exact,
-    num_exact_slots,
+    num_stored,
     num_blocks,
     tile_limit,
     program_limit,
@@ -719,7 +719,9 @@ def decode_kernel(
     rows_heads = batch * H
     program = gl.program_id(0)
     if EXACT:
-        if program < rows_heads * num_blocks * num_exact_slots:
+        # These are short: last, they fill the gaps that others leave.
+        if program >= num_stored:
+            program -= num_stored
             block = program % num_blocks
             row_head = program // num_blocks % rows_heads
             part = program // (num_blocks * rows_heads)
@@ -785,7 +787,6 @@ def decode_kernel(
                 MMA,
             )
             return
-        program -= rows_heads * num_blocks * num_exact_slots
     # STRIDE neighbours read neighbouring tokens. Slots that short rows leave empty come last.
     slot = program // (STRIDE * num_blocks * rows_heads) * STRIDE + program % STRIDE
     row_head = program // (STRIDE * num_blocks) % rows_heads

@@ -29,8 +29,17 @@ def test_append_writes_the_bytes_of_the_op(dtype: torch.dtype, head_dim: int) ->
 
 
 @pytest.mark.parametrize("options", cases.APPENDS.values(), ids=cases.APPENDS.keys())
-def test_append_options(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("few_blocks", [0, 16384], ids=["large tiles", "small tiles"])
+def test_append_options(options: dict[str, Any], few_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_fp4kv.ops.kernels import append as kernel
+
+    monkeypatch.setattr(kernel, "FEW_BLOCKS", few_blocks)
     cases.check_append("cuda", **options)
+
+
+@pytest.mark.parametrize("rule", ["4over6", "mse"])
+def test_searched_scales_have_the_error_of_the_reference(rule: str) -> None:
+    cases.check_searched("cuda", rule)
 
 
 @pytest.mark.parametrize("per", ["tensor", "head", "row"])

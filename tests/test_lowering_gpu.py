@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from decode_step import append_step, rope
 from test_lowering import FORMATS, awkward, cache
 from torch import Tensor
@@ -129,6 +130,33 @@ def test_rope_and_append_of_a_decode_step_are_one_launch(batch: int, backend: An
     fp4.append(*expected[:4], rope(heads[0], *expected[6:8]), heads[1], *expected[8:])
     for have, want in zip(arguments[:4], expected[:4]):
         assert torch.equal(have, want)
+
+
+def test_a_layer_of_the_default_recipe_is_five_launches_after_that_of_its_positions() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = fp4.NVFP4KVCache(2, 256, 8, 128, torch.bfloat16, device="cuda")
+
+    def step(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        keys, values = layer.update(None, rope(k, cos, sin), v)
+        return F.scaled_dot_product_attention(rope(q, cos, sin), keys, values, enable_gqa=True)
+
+    def arguments(tokens: int) -> list[Tensor]:
+        shapes = ((2, 32, tokens, 128), (2, 8, tokens, 128), (2, 8, tokens, 128), (tokens, 128), (tokens, 128))
+        return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+
+    with torch.no_grad():
+        step(*arguments(40))
+        new = arguments(1)
+        expected = step(*new)
+        layer.crop(1)
+        compiled = torch.compile(step, fullgraph=True)
+        got = compiled(*new)
+        names = launches(lambda: compiled(*new))
+    assert (got.double() - expected.double()).norm() / expected.double().norm() < 2e-2
+    for kernel in ("append_kernel", "decode_kernel", "merge_kernel"):
+        assert sum(name.startswith(kernel) for name in names) == 1, names
+    assert len(names) <= 6, names
 
 
 def test_slot_out_of_range_is_clamped_and_the_device_lives_on() -> None:

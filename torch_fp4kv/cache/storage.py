@@ -206,8 +206,7 @@ class LayerStorage:
         """float32 `[B, Hq, n]`: `q · k_bias`, what the shift took from the score of stored K."""
         if self.k_bias is None:
             return None
-        grouped = q.to(torch.float32).unflatten(1, (self.k_bias.shape[0], -1))
-        return (grouped * self.k_bias[:, None, None, :]).sum(-1).flatten(1, 2)
+        return (q.unflatten(1, (self.k_bias.shape[0], -1)) * self.k_bias[:, None, None, :]).sum(-1).flatten(1, 2)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that holds state, by name."""

@@ -1,5 +1,7 @@
 """`torch-fp4kv bench generate`: time to first token, time per token, memory and agreement of caches side by side.
 
+A picture of it is drawn in `bench_picture.py`.
+
 `bench compile` is in `bench_compile.py`.
 """
 
@@ -11,7 +13,7 @@ import gc
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .console import heading, table
+from .peers import PEERS
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -67,7 +70,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Row:
-    """One cache on one batch and prompt. Times in milliseconds, sizes in bytes."""
+    """One cache on one batch and prompt. Times in milliseconds, sizes in bytes, 0 where they are not known."""
 
     cache: str
     attention: str
@@ -81,6 +84,7 @@ class Row:
     warm_up_s: float = float("nan")
     cache_bytes: int = 0
     peak_bytes: int = 0
+    largest_batch: int = 0
     first_logits_error: float = float("nan")
     failed: str = ""
 
@@ -96,9 +100,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate.add_argument("--batch", type=int, nargs="+", default=[1])
     generate.add_argument("--prompt", type=int, nargs="+", default=[2048], help="tokens, one run for each --batch")
     generate.add_argument("--new-tokens", type=int, default=128)
-    generate.add_argument("--caches", nargs="+", default=["static", "nvfp4", "nvfp4-plain", "fp8"])
+    generate.add_argument(
+        "--caches",
+        nargs="+",
+        default=["static", "nvfp4", "nvfp4-plain", "fp8"],
+        help=f"recipes, 'static', 'dynamic', or of transformers' quantised ones: {', '.join(map(repr, PEERS))}",
+    )
     generate.add_argument("--attention", default="sdpa", choices=["sdpa", "fp4kv"], help="for our caches")
-    generate.add_argument("--csv", type=Path, help="write the rows here too")
+    generate.add_argument("--largest-batch", action="store_true", help="also find the most rows that fit the GPU")
+    generate.add_argument("--csv", type=Path, help="write the rows here too, each as soon as it is measured")
+    generate.add_argument("--png", type=Path, help="draw the times here (needs matplotlib)")
     bench_compile.add_arguments(benches.add_parser("compile", help="a compiled decode's start, cold and warm"))
 
 
@@ -111,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(args, device, max(args.prompt) + args.new_tokens)
     rows: list[Row] = []
+    constants = {"model": args.model or args.shape, "layers": str(model.config.num_hidden_layers), **environment()}
     try:
         for batch, prompt in zip(args.batch, args.prompt, strict=True):
             expected: Tensor | None = None
@@ -119,14 +131,44 @@ def run(args: argparse.Namespace) -> int:
                 if logits is not None:
                     expected = logits if expected is None else expected
                     row.first_logits_error = float((logits - expected).norm() / expected.norm())
+                    if args.largest_batch:
+                        row.largest_batch = _largest_batch(model, name, batch, prompt)
                 rows.append(row)
                 print(row.cache, row.failed or f"{row.token_p50_ms:.2f} ms a token", flush=True)
+                if args.csv is not None:
+                    write_csv(args.csv, [asdict(row) for row in rows], constants)
     except KeyboardInterrupt:
         print("interrupted: what was measured follows")
     _print(rows)
-    if args.csv is not None and rows:
-        write_csv(args.csv, [asdict(row) for row in rows], {"model": args.model or args.shape, **environment()})
+    for line in break_even(rows):
+        print(line)
+    if args.png is not None:
+        from .bench_picture import draw
+
+        draw(args.png, rows)
     return 0 if rows and not all(row.failed for row in rows) else 1
+
+
+def break_even(rows: Sequence[Row]) -> list[str]:
+    """For each cache, from how many tokens in all on (batch times prompt) a token takes less time than with the first
+    cache, among what was measured."""
+    lines = []
+    baseline = {(row.batch, row.prompt): row for row in rows if row.cache == rows[0].cache and not row.failed}
+    for name in dict.fromkeys(row.cache for row in rows if row.cache != rows[0].cache):
+        sizes = {}
+        for row in rows:
+            base = baseline.get((row.batch, row.prompt))
+            if row.cache == name and not row.failed and base is not None:
+                sizes[row.batch * row.prompt, row.batch, row.prompt] = row.token_p50_ms < base.token_p50_ms
+        pays = [size for size in sizes if all(sizes[other] for other in sizes if other >= size)]
+        if pays:
+            _, batch, prompt = min(pays)
+            lines.append(
+                f"{name} is faster than {rows[0].cache} from {batch} x {prompt} tokens on, of what was measured"
+            )
+        elif sizes:
+            lines.append(f"{name} is not faster than {rows[0].cache} at the most tokens that were measured")
+    return lines
 
 
 def environment() -> dict[str, str]:
@@ -175,39 +217,53 @@ def load_model(args: argparse.Namespace, device: torch.device, tokens: int) -> A
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+def _make_cache(model: Any, name: str, length: int) -> Any:
+    """The cache called `name` for `length` tokens a row."""
+    from transformers import DynamicCache, QuantizedCache, StaticCache
+
+    from . import NVFP4Cache
+
+    if name == "static":
+        return StaticCache(config=model.config, max_cache_len=length)
+    if name == "dynamic":
+        return DynamicCache(config=model.config)
+    if name in PEERS:
+        return QuantizedCache(config=model.config, **PEERS[name].arguments)
+    return NVFP4Cache(model.config, length, recipe=name)
+
+
+def _prompt(model: Any, batch: int, prompt: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.vocab_size, (batch, prompt), generator=generator).to(model.device)
+
+
 def _measure(
     model: Any, name: str, attention: str, batch: int, prompt: int, new_tokens: int
 ) -> tuple[Row, Tensor | None]:
-    from transformers import DynamicCache, StaticCache
-
     from . import NVFP4Cache, register_attention
 
     register_attention()
     length = prompt + new_tokens
-    make: dict[str, Callable[[], Any]] = {
-        "static": lambda: StaticCache(config=model.config, max_cache_len=length),
-        "dynamic": lambda: DynamicCache(config=model.config),
-    }
-    ours = name not in make
+    ours = name not in ("static", "dynamic", *PEERS)
     row = Row(name, attention if ours else "sdpa", batch, prompt, new_tokens)
-    device = model.device
+    on_gpu = model.device.type == "cuda"
     cache = None
     try:
         torch._dynamo.reset()
         _collect()
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         model.set_attn_implementation(row.attention)
-        ids = torch.randint(model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))
-        ids = ids.to(device)
-        cache = NVFP4Cache(model.config, length, recipe=name) if ours else make[name]()
+        ids = _prompt(model, batch, prompt)
+        cache = _make_cache(model, name, length)
         start = time.perf_counter()
         logits = _generate(model, ids, cache, 4, None)
         row.warm_up_s = time.perf_counter() - start
-        if hasattr(cache, "reset") and name != "dynamic":
+        if ours or name == "static":
+            # The addresses that compiled code has captured.
             cache.reset()
         else:
-            cache = make[name]()
+            cache = _make_cache(model, name, length)
         clock = Clock()
         start = time.perf_counter()
         _generate(model, ids, cache, new_tokens, clock)
@@ -217,8 +273,11 @@ def _measure(
         row.token_p50_ms = statistics.median(steps)
         row.token_p95_ms = statistics.quantiles(steps, n=20)[-1] if len(steps) > 1 else steps[0]
         row.tokens_per_s = batch * 1e3 / row.token_p50_ms
-        row.cache_bytes = cache.nbytes() if ours else _nbytes(cache)
-        if device.type == "cuda":
+        if isinstance(cache, NVFP4Cache):
+            row.cache_bytes = cache.nbytes()
+        elif name not in PEERS:
+            row.cache_bytes = _nbytes(cache)
+        if on_gpu:
             row.peak_bytes = torch.cuda.max_memory_allocated()
         return row, logits
     except Exception as error:
@@ -229,7 +288,31 @@ def _measure(
         _collect()
 
 
-def _generate(model: Any, ids: Tensor, cache: Any, new_tokens: int, streamer: Any) -> Tensor:
+def _largest_batch(model: Any, name: str, batch: int, prompt: int) -> int:
+    """The most rows, to within a sixteenth, whose prompts and two tokens more fit the device; `batch` do."""
+
+    def fits(rows: int) -> bool:
+        cache = None
+        try:
+            cache = _make_cache(model, name, prompt + 16)
+            _generate(model, _prompt(model, rows, prompt), cache, 2, None, disable_compile=True)
+            return True
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            del cache
+            _collect()
+
+    low, high = batch, 2 * batch
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _generate(model: Any, ids: Tensor, cache: Any, new_tokens: int, streamer: Any, **options: Any) -> Tensor:
     out = model.generate(
         ids,
         past_key_values=cache,
@@ -241,6 +324,7 @@ def _generate(model: Any, ids: Tensor, cache: Any, new_tokens: int, streamer: An
         streamer=streamer,
         return_dict_in_generate=True,
         output_logits=streamer is None,
+        **options,
     )
     return torch.stack(out.logits[:4]).double().cpu() if streamer is None else out.sequences
 

@@ -1,0 +1,69 @@
+"""`torch-fp4kv bench generate`."""
+
+from __future__ import annotations
+
+import csv
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from torch_fp4kv import bench, cli
+from torch_fp4kv.bench import Row
+
+
+def test_one_failing_cache_does_not_stop_the_others(tmp_path, capsys):
+    file = tmp_path / "generate.csv"
+    arguments = ["bench", "generate", "--batch", "2", "1", "--prompt", "40", "24", "--new-tokens", "6"]
+    assert cli.main([*arguments, "--caches", "static", "nvfp5", "nvfp4-plain", "--csv", str(file)]) == 0
+    rows = list(csv.DictReader(file.open()))
+    assert [(row["cache"], row["batch"], row["prompt"]) for row in rows] == [
+        (cache, batch, prompt)
+        for batch, prompt in (("2", "40"), ("1", "24"))
+        for cache in ("static", "nvfp5", "nvfp4-plain")
+    ]
+    assert "nvfp5" in rows[1]["failed"] and not rows[0]["failed"] and not rows[2]["failed"]
+    # Two layers of two heads of 64, K and V, float32, room for 46 tokens in two rows; 128 slots of 9/16 bytes.
+    assert int(rows[0]["cache_bytes"]) == 2 * 2 * 2 * 64 * 4 * 46 * 2
+    assert int(rows[2]["cache_bytes"]) >= 2 * 2 * 2 * 64 * 9 / 16 * 128 * 2
+    assert float(rows[0]["first_logits_error"]) == 0 < float(rows[2]["first_logits_error"]) < 1
+    assert float(rows[0]["token_p50_ms"]) > 0 and rows[0]["layers"] == "2"
+    assert "nvfp4-plain is" in capsys.readouterr().out
+
+
+def test_break_even_is_where_a_cache_stays_ahead():
+    times = {("static", 1, 1024): 1.0, ("static", 1, 4096): 2.0, ("static", 16, 4096): 9.0, ("static", 16, 8192): 20.0}
+    times |= {("a", 1, 1024): 0.9, ("a", 1, 4096): 2.1, ("a", 16, 4096): 5.0, ("a", 16, 8192): 9.0}
+    times |= {("b", 1, 1024): 0.9, ("b", 16, 8192): 21.0}
+    rows = [Row(cache, "", batch, prompt, 8, token_p50_ms=ms) for (cache, batch, prompt), ms in times.items()]
+    rows.append(Row("c", "", 1, 1024, 8, failed="no"))
+    assert bench.break_even(rows) == [
+        "a is faster than static from 16 x 4096 tokens on, of what was measured",
+        "b is not faster than static at the most tokens that were measured",
+    ]
+
+
+@pytest.mark.parametrize("limit", [8, 9, 21, 100])
+def test_the_largest_batch_is_found_to_within_a_sixteenth(limit, monkeypatch):
+    def generate(model, ids, *args, **options):
+        if len(ids) > limit:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(bench, "_generate", generate)
+    monkeypatch.setattr(bench, "_make_cache", lambda *args: None)
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=8), device=torch.device("cpu"))
+    found = bench._largest_batch(model, "static", 4, 3)
+    assert limit * 15 / 16 <= found <= limit
+
+
+def test_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    from torch_fp4kv.bench_picture import draw
+
+    draw(
+        tmp_path / "times.png",
+        [Row("static", "sdpa", b, p, 8, token_p50_ms=1.0 + b) for b in (1, 4) for p in (64, 128)],
+    )
+    assert (tmp_path / "times.png").read_bytes()[1:4] == b"PNG"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import re
 from pathlib import Path
 
@@ -75,3 +76,52 @@ def test_messages_of_the_troubleshooting_page_are_the_codes():
         # A number or name in the message may be a constant put into it.
         pattern = re.escape(message).replace("16", "(16|…)")
         assert re.search(pattern, code), f"no such message: {message}"
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    with (ROOT / "benchmarks" / "results" / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def table_rows(page: str, first: str, num_cells: int) -> list[list[str]]:
+    """Cells of the page's table rows of `num_cells` whose first cell looks like `first`, without units."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip(" ×%ms") for cell in line.strip("| ").split(" | ")] for line in lines if line.startswith("|")]
+    return [row for row in rows if len(row) == num_cells and re.match(first, row[0])]
+
+
+def rounded_to(figure: str, value: str) -> bool:
+    """Whether `figure` is `value` (which was rounded itself) to as many decimals as it has."""
+    return abs(float(figure) - float(value)) <= 0.5 * 10 ** -len(figure.partition(".")[2]) + 1e-9
+
+
+@pytest.mark.skipif(not PAGES, reason="the documentation is in the checkout, not in the package")
+def test_speeds_of_the_readme_are_those_measured():
+    measured = {row["case"]: row for row in rows_of("attention.csv") if row["implementation"] == "NVFP4"}
+    rows = table_rows("README.md", r"\d+ × \d+k$", 4)
+    assert len(rows) == 4
+    for case, *figures in rows:
+        batch, context = case.removesuffix("k").split(" × ")
+        row = measured[f"B {batch} × {1024 * int(context)}"]
+        for figure, column in zip(figures, ("p50_ms", "over_bf16", "over_fp8"), strict=True):
+            assert rounded_to(figure, row[column]), (case, column)
+
+
+@pytest.mark.skipif(not PAGES, reason="the documentation is in the checkout, not in the package")
+@pytest.mark.parametrize(
+    ("page", "num_cells", "columns"),
+    [("README.md", 5, (2, 3, 1)), ("docs/recipes.md", 8, (1, 4, 7))],
+    ids=["readme", "recipes"],
+)
+def test_qualities_of_recipes_are_those_measured(page, num_cells, columns):
+    measured = {(row["task"], row["recipe"]): row for row in rows_of("quality_smollm2.csv")}
+    rows = table_rows(page, "`[a-z0-9-]+`", num_cells)
+    assert len(rows) >= 5
+    for row in rows:
+        name = row[0].split("`")[1]
+        found = {
+            task: measured.get((task, name)) or measured[task, f"{name} without k_order"] for task in ("text", "copy")
+        }
+        wanted = found["text"]["kl"], found["copy"]["kl"], found["text"]["share_of_bf16_8k"]
+        for column, value in zip(columns, wanted, strict=True):
+            assert rounded_to(row[column], value), (name, row[column], value)

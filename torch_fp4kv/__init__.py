@@ -9,7 +9,6 @@ from .checkpoint import CheckpointScales, load_scales
 from .compile import disable, enable
 from .ops import append, attention, dequantize, exact_math, explain, from_packed, prefer, quantize, to_packed
 from .recipe import LayerCalibration, Recipe, get_recipe, recipes, register_recipe
-from .startup import warmup
 
 __version__ = "0.1.0"
 
@@ -64,7 +63,7 @@ def register_sharding() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    # transformers takes seconds to import, so what needs it is imported when asked for.
+    # transformers takes seconds to import, so what works on its models is imported when asked for.
     modules = {
         "NVFP4Cache": "cache.hf",
         "PagedNVFP4Cache": "cache.paged",
@@ -74,6 +73,7 @@ def __getattr__(name: str) -> Any:
         "export_blocks": "cache.handover",
         "import_blocks": "cache.handover",
         "guarded": "calibration",
+        "warmup": "startup",
     }
     if name in modules:
         try:

@@ -67,3 +67,14 @@ def test_the_picture(tmp_path):
         [Row("static", "sdpa", b, p, 8, token_p50_ms=1.0 + b) for b in (1, 4) for p in (64, 128)],
     )
     assert (tmp_path / "times.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_attention_beside_sdpa(tmp_path):
+    file = tmp_path / "attention.csv"
+    shape = ["--batch", "2", "--context", "100", "--heads", "4", "--kv-heads", "2", "--head-dim", "64"]
+    assert cli.main(["bench", "attention", *shape, "--csv", str(file)]) == 0
+    rows = list(csv.DictReader(file.open()))
+    assert [row["cache"].split(",")[0] for row in rows] == ["BF16", "nvfp4", "nvfp4-plain"]
+    assert int(rows[0]["cache_bytes"]) == 2 * 2 * 2 * 100 * 64 * 2
+    assert all(0 < float(row["error"]) < 2**-8 and float(row["p20_us"]) <= float(row["p80_us"]) for row in rows)
+    assert float(rows[1]["speedup"]) == pytest.approx(float(rows[0]["p50_us"]) / float(rows[1]["p50_us"]))

@@ -2,7 +2,7 @@
 
 A picture of it is drawn in `bench_picture.py`.
 
-`bench compile` is in `bench_compile.py`.
+`bench attention` and `bench compile` are in `bench_attention.py` and `bench_compile.py`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from . import bench_compile
+    from . import bench_attention, bench_compile
 
     benches = parser.add_subparsers(dest="bench", required=True)
     generate = benches.add_parser("generate", help="caches side by side in one generate")
@@ -110,15 +110,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate.add_argument("--largest-batch", action="store_true", help="also find the most rows that fit the GPU")
     generate.add_argument("--csv", type=Path, help="write the rows here too, each as soon as it is measured")
     generate.add_argument("--png", type=Path, help="draw the times here (needs matplotlib)")
+    bench_attention.add_arguments(benches.add_parser("attention", help="one token's attention beside SDPA over BF16"))
     bench_compile.add_arguments(benches.add_parser("compile", help="a compiled decode's start, cold and warm"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs every cache on every batch and prompt; a failing one does not stop the others, Ctrl-C keeps what is done."""
-    if args.bench == "compile":
-        from . import bench_compile
+    if args.bench != "generate":
+        from . import bench_attention, bench_compile
 
-        return bench_compile.run(args)
+        return {"attention": bench_attention, "compile": bench_compile}[args.bench].run(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(args, device, max(args.prompt) + args.new_tokens)
     rows: list[Row] = []

@@ -20,7 +20,9 @@ from . import nvfp4
 from .nvfp4 import FAST
 from .rotation import rotated
 
-SPLIT_TOKENS = 2048
+SPLIT_TOKENS = 512
+MERGE_SPLITS = tl.constexpr(16)
+"""Splits that the merge takes at once."""
 FEW_ROWS = 128
 """Up to this many query rows a KV head (L · G), tokens are split to fill the GPU."""
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -384,22 +386,24 @@ def merge_kernel(
     BLOCK_DV: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """One query row: its splits, in order, and its sink."""
+    """One query row: its splits, MERGE_SPLITS after MERGE_SPLITS, and its sink."""
     row = tl.program_id(0).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV)
     top = float("-inf")
     total = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
-    for split in range(0, num_splits):
+    for first in range(0, num_splits, MERGE_SPLITS):
+        split = first + tl.arange(0, MERGE_SPLITS)
         at = split * num_rows + row
-        log_sum = tl.load(part_sums + at)
-        part = tl.load(parts + at * DV + dv, mask=dv < DV, other=0.0)
-        new_top = tl.maximum(top, log_sum)
+        log_sum = tl.load(part_sums + at, mask=split < num_splits, other=float("-inf"))
+        mask = (split < num_splits)[:, None] & (dv < DV)[None, :]
+        part = tl.load(parts + at[:, None] * DV + dv[None, :], mask=mask, other=0.0)
+        new_top = tl.maximum(top, tl.max(log_sum, 0))
         finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
         keep = tl.exp2(top - finite_top)
         weight = tl.exp2(log_sum - finite_top)
-        acc = acc * keep + part * weight
-        total = total * keep + weight
+        acc = acc * keep + tl.sum(part * weight[:, None], 0)
+        total = total * keep + tl.sum(weight, 0)
         top = new_top
     if sink_logits is not None:
         sink = tl.load(sink_logits + row // num_queries % num_heads).to(tl.float32) * LOG2E

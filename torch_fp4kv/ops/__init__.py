@@ -8,4 +8,14 @@ from .flashinfer.quantize import exact_math
 from .format.layout import from_packed, to_packed
 from .quantize import quantize
 
-__all__ = ["append", "attention", "dequantize", "exact_math", "explain", "from_packed", "prefer", "quantize", "to_packed"]
+__all__ = [
+    "append",
+    "attention",
+    "dequantize",
+    "exact_math",
+    "explain",
+    "from_packed",
+    "prefer",
+    "quantize",
+    "to_packed",
+]

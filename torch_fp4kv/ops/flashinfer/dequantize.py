@@ -1,6 +1,6 @@
-"""A prefill over history by dequantising first: FlashInfer's paged dequantiser into a 16-bit workspace of one layer, the
-new tokens beside it, and FA2 over both. By name, or `prefer`, only: it waits for the device, and its workspace holds
-K and V of all rows in 16 bits, returned to PyTorch's allocator after each layer, so that the next one finds it.
+"""A prefill over history by dequantising first: FlashInfer's paged dequantiser into a 16-bit workspace of one layer,
+the new tokens beside it, and FA2 over both. By name, or `prefer`, only: it waits for the device, and its workspace
+holds K and V of all rows in 16 bits, returned to PyTorch's allocator after each layer, so that the next one finds it.
 
 The workspace holds `code · block_scale`, and the new tokens divided by the global scales, which the query and the
 output carry (`paged.py`); both are exact where scales are powers of two.

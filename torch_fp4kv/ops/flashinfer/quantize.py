@@ -56,7 +56,7 @@ def unsupported(x: Tensor, global_scale: Tensor, bias: Tensor | None, scale_rule
 
 
 def resolve(backend: str, global_scale: Tensor) -> str:
-    """"cuda" or "cute-dsl" for an entry of `BACKENDS`."""
+    """ "cuda" or "cute-dsl" for an entry of `BACKENDS`."""
     if backend != "flashinfer":
         return backend
     return "cuda" if support.package_missing("cutlass") or global_scale.numel() != 1 else "cute-dsl"

@@ -60,4 +60,3 @@ def _to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     _, exponent = torch.frexp(x.abs().amax() / 448.0)
     scale = torch.ldexp(x.new_ones(1), exponent)
     return (x / scale).to(torch.float8_e4m3fn), scale
-

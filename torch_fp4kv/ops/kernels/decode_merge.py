@@ -125,11 +125,12 @@ def fold_sets(
                 DV,
                 LAYOUT,
             )
+            if k == 0:
+                left = parts[0]
+                pair = parts[0]
+                group = parts[0]
             for j in gl.static_range(COUNT):
-                if (k + j) % GROUP_UNITS == 0:
-                    group = parts[j]
-                else:
-                    group = fold_rows(group, parts[j])
+                group = parts[j] if (k + j) % GROUP_UNITS == 0 else fold_rows(group, parts[j])
                 if (k + j) % GROUP_UNITS == GROUP_UNITS - 1:
                     if (k + j) % UNITS // GROUP_UNITS % 2 == 1:
                         group = fold_rows(left, group)
@@ -219,9 +220,7 @@ def merge_kernel(
     if PDL:
         gdc_wait()
     for part in range(0, num_exact_slots, 2 * STRIDE):
-        parts = load_partials(
-            partials, smem, stored_slots + part, part // STRIDE, 0, num_exact_slots, 2, 1, DV, LAYOUT
-        )
+        parts = load_partials(partials, smem, stored_slots + part, part // STRIDE, 0, num_exact_slots, 2, 1, DV, LAYOUT)
         exact = fold_rows(fold_rows(exact, parts[0]), parts[1])
     state = (exact[0], exact[1], exact[2], gl.zeros([STRIDE], gl.float32, ROWS))
     row_sets = (partials, smem, first_set, num_sets, first_tile, end_tile, v_scale)

@@ -74,7 +74,7 @@ def round_to(value, dtype: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def butterfly(x, APART: tl.constexpr):
-    """Of each two elements of float32 `x` that are APART (a power of two) from each other the sum and the difference."""
+    """Of each two elements of float32 `x` that are APART (a power of two) from each other, sum and difference."""
     pairs = tl.reshape(x, [x.numel // (2 * APART), 2, APART])
     bits = pairs.to(tl.int32, bitcast=True)
     # Both xor one gives the other: one shuffle where a sum and a difference would take two.
@@ -87,13 +87,13 @@ def butterfly(x, APART: tl.constexpr):
 def rotate(lo, hi, BLOCK: tl.constexpr, NORM: tl.constexpr):
     """Float32 halves `[N, 8]` of consecutive blocks, rotated in blocks of BLOCK elements: see `format/rotation.py`."""
     for i in tl.static_range(3):
-        if BLOCK > 1 << i:
+        if 1 << i < BLOCK:
             lo = butterfly(lo, 1 << i)
             hi = butterfly(hi, 1 << i)
     if BLOCK > 8:
         lo, hi = lo + hi, lo - hi
     for i in tl.static_range(4, 13):
-        if BLOCK > 1 << i:
+        if 1 << i < BLOCK:
             lo = butterfly(lo, 1 << (i - 1))
             hi = butterfly(hi, 1 << (i - 1))
     return lo * NORM, hi * NORM
@@ -169,8 +169,8 @@ def _join(lo, hi):
 def _nearest(y):
     """The e2m1 value nearest to `y` in [0, 6].
 
-    A float32 near `2^22 · y` has steps as far apart as e2m1 has at y, of which those at 1 serve below. Subtracting keeps
-    the difference among them also where a sum would pass the next power of two.
+    A float32 near `2^22 · y` has steps as far apart as e2m1 has at y, of which those at 1 serve below. Subtracting
+    keeps the difference among them also where a sum would pass the next power of two.
     """
     big = tl.maximum(y, 1.0 + 2.0**-21)
     return tl.fma(big, 4194304.0, tl.fma(big, -4194304.0, y))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._inductor.config
 
 pytest.importorskip("transformers")
 
@@ -47,13 +48,12 @@ def test_kernels_agree_with_the_torch_backend(model, implementation, recipe, mon
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "fp4kv"])
-def test_generate_compiles_decoding_into_one_cuda_graph(model, implementation, monkeypatch):
+@torch._inductor.config.patch({"triton.cudagraph_or_error": True})
+def test_generate_compiles_decoding_into_one_cuda_graph(model, implementation):
     """transformers' own compilation (reduce-overhead): one graph over three prompts and two caches, no break, CUDA
     graphs not skipped, the tokens of eager decoding, and the window's border crossed."""
-    import torch._inductor.config
     from torch._dynamo.utils import counters
 
-    monkeypatch.setattr(torch._inductor.config.triton, "cudagraph_or_error", True)
     NVFP4Cache(model.config, 8)
     model.set_attn_implementation(implementation)
     torch._dynamo.reset()

@@ -22,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "group of 8": {"heads": 16},
     "group of 16": {"heads": 32},
     "group of 32": {"heads": 64},
+    "group of 3, two queries": {"heads": 6, "num_queries": 2},
     "two queries": {"num_queries": 2, "lengths": (90, 2)},
     "five queries": {"num_queries": 5, "lengths": (300, 64)},
     "sixteen queries": {"num_queries": 16, "lengths": (300, 64)},

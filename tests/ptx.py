@@ -407,7 +407,8 @@ def _multiply(b: Block, parts: list[str], kinds: list[str], operands: list[Any])
         result = x.astype(wide[kind]) * y.astype(wide[kind])
         add = {4: "b32", 8: "b64"}[result.dtype.itemsize]
     elif "hi" in parts:
-        result = ((x.astype(wide[kind]) * y.astype(wide[kind])) >> wide[kind](32)).astype(x.dtype)
+        bits = wide[kind](8 * x.dtype.itemsize)
+        result = ((x.astype(wide[kind]) * y.astype(wide[kind])) >> bits).astype(x.dtype)
     else:
         result = x * y
     if len(operands) == 3:

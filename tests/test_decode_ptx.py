@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under t
 
 QUICK = {
     "empty row",
+    "group of 3, two queries",
     "group of 8",
     "padded queries",
     "left padding",

@@ -33,6 +33,12 @@ MORE: dict[str, dict[str, Any]] = {
     "splits": {"lengths": (2500, 2048), "capacity": 2560, "ring": 30, "num_sink_tokens": 3},
     "splits of a ring": {"lengths": (5000, 70), "capacity": 2496, "num_sink_tokens": 3},
     "splits of a window": {"lengths": (4200, 70), "capacity": 4224, "window": 2500, "starts": (4, 0)},
+    "splits of padded queries": {
+        "lengths": (600, 40),
+        "capacity": 640,
+        "q_lengths": (3, 0),
+        "sink_logits": torch.ones(4),
+    },
     "bias of V": {"v_bias": BIAS, "ring": 24},
     "no row": {"lengths": (0, 0)},
 }

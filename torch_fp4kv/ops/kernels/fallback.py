@@ -376,6 +376,7 @@ def merge_kernel(
     parts,
     part_sums,
     sink_logits,
+    q_lengths,
     out,
     lse,
     num_splits,
@@ -413,6 +414,8 @@ def merge_kernel(
         total = total * keep + tl.exp2(sink - new_top)
         top = new_top
     seen = total > 0.0
+    if q_lengths is not None:
+        seen = seen & (row % num_queries < tl.load(q_lengths + row // (num_queries * num_heads)))
     result = tl.where(seen, acc / tl.where(seen, total, 1.0), 0.0)
     tl.store(out + row * DV + dv, nvfp4.round_to(result, out.dtype.element_ty, FAST), mask=dv < DV)
     if lse is not None:
@@ -528,6 +531,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
                 result,
                 sums,
                 call.sink_logits,
+                call.q_lengths,
                 out,
                 lse,
                 num_splits,

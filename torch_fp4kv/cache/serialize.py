@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .hf import NVFP4Cache
 
 FORMAT = "torch_fp4kv.cache"
-VERSION = 1
+VERSION = 2
 
 _TOKEN_TENSORS = ("k_data", "k_scales", "v_data", "v_scales")
 

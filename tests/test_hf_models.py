@@ -124,6 +124,26 @@ def test_what_sdpa_cannot_do_is_refused_by_transformers(name):
         run(model, "sdpa", NVFP4Cache(model.config, 128), prompt())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"exact_window": 3}, {"exact_prefill": False}, {"materialize": True}],
+    ids=["default", "window", "read-back", "materialized"],
+)
+@pytest.mark.parametrize("implementation", ["eager", "fp4kv"])
+def test_prompts_and_chunks_longer_than_a_sliding_ring(options, implementation):
+    """Queries see keys that the same call overwrites, dequantised too."""
+    model = build("Gemma2")
+    model.set_attn_implementation("eager")
+    ids = prompt(tokens=330)
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        model.set_attn_implementation("eager" if "materialize" in options else implementation)
+        for parts in ((120, 40, 1, 150, 19), (300, 30)):
+            cache = NVFP4Cache(model.config, 330, "bf16", **options)
+            got = [model(part, past_key_values=cache).logits for part in ids.split(parts, 1)]
+            torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("drop", [1, 16])
 def test_a_sliding_layer_can_be_cropped_within_its_slack(drop):
     model = build("Mistral")

@@ -87,7 +87,8 @@ class Recipe:
             layer stores) or "calibrated".
         rotate_k: store K rotated by a Hadamard matrix, after the bias is subtracted.
         equalize_k: store K with its channels equalised by calibrated factors.
-        exact_prefill: more than 16 new tokens attend to each other exactly, not to what is stored of them.
+        exact_prefill: more than 16 new tokens attend to each other exactly, not to what is stored of them. In layers
+            with a sliding window they always do.
         layers: what is different in some layers: `{selector: changes}`, where the selector is an index or a layer type
             ("full", "sliding", "chunked") and the changes are `{field: value}`, a recipe's name or a `Recipe`. A rule
             by index wins over one by type. (Kept as nested tuples.)

@@ -249,7 +249,8 @@ class LayerStorage:
         """
         k, v = k.to(self.dtype), v.to(self.dtype)
         batch, _, num_new, _ = k.shape
-        exact = self.recipe.exact_prefill and num_new > MAX_DECODE_TOKENS
+        # A sliding layer's ring has room for the windows of MAX_DECODE_TOKENS queries, not for those of more.
+        exact = num_new > MAX_DECODE_TOKENS and (self.recipe.exact_prefill or self.window > 0)
         update = Update(
             self,
             positions,
@@ -340,12 +341,10 @@ class LayerStorage:
         def clone(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[:batch].clone()
 
-        ring = self.window > 0
-        return Before(
-            k_exact=clone(self.k_exact),
-            v_exact=clone(self.v_exact),
-            data=tuple(clone(t) for t in (self.k_data, self.k_scales, self.v_data, self.v_scales)) if ring else None,
-        )
+        data = None
+        if self.window > 0:
+            data = self.k_data[:batch].clone(), clone(self.k_scales), self.v_data[:batch].clone(), clone(self.v_scales)
+        return Before(clone(self.k_exact), clone(self.v_exact), data)
 
     def grow(self, tokens: int) -> None:
         """Makes room for `tokens` tokens a row; all is allocated before anything is given up."""
@@ -402,7 +401,7 @@ class Before:
 
     k_exact: Tensor | None
     v_exact: Tensor | None
-    data: tuple[Tensor | None, ...] | None
+    data: tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None
 
 
 @dataclass(frozen=True)
@@ -458,12 +457,10 @@ class Update:
                 scale=scale,
                 enable_gqa=q.shape[1] != self.k_new.shape[1],
             )
-        k_data, k_scales, v_data, v_scales = storage.k_data, storage.k_scales, storage.v_data, storage.v_scales
+        k_data, k_scales, v_data, v_scales = self._data()
         k_exact, v_exact, exact_from = storage.k_exact, storage.v_exact, positions.exact_from
         if self.before is not None:
             k_exact, v_exact, exact_from = self.before.k_exact, self.before.v_exact, positions.exact_before
-            if self.before.data is not None:
-                k_data, k_scales, v_data, v_scales = self.before.data  # type: ignore[assignment]
         elif self.k_new is not None:
             k_exact = v_exact = None
         out: Tensor = attention(
@@ -511,50 +508,63 @@ class Update:
     def keys(self) -> Tensor:
         """K in the model's dtype, `[B, H, num_tokens, D]` in order of position; 0 where nothing is stored."""
         storage = self.storage
-        k = values(storage.k_data, storage.k_scales, storage.k_global, storage.recipe.k_format)
+        k_data, k_scales, _, _ = self._data()
+        k = values(k_data, k_scales, storage.k_global, storage.recipe.k_format)
         if storage.q_transform is not None:
             k = k @ storage.q_transform.transpose(-1, -2)
         if storage.k_rotation:
             k = rotate(k, storage.k_rotation)
         if storage.k_bias is not None:
             k = k + storage.k_bias[:, None, :]
-        return self._in_order(k, storage.k_exact, self.k_new)
+        return self._in_order(k, storage.k_exact if self.before is None else self.before.k_exact, self.k_new)
 
     def values(self) -> Tensor:
         """V in the model's dtype, `[B, H, num_tokens, Dv]`, as `keys`."""
         storage = self.storage
-        v = values(storage.v_data, storage.v_scales, storage.v_global, storage.recipe.v_format)
+        _, _, v_data, v_scales = self._data()
+        v = values(v_data, v_scales, storage.v_global, storage.recipe.v_format)
         if storage.v_bias is not None:
             v = v + storage.v_bias[:, None, :]
-        return self._in_order(v, storage.v_exact, self.v_new)
+        return self._in_order(v, storage.v_exact if self.before is None else self.before.v_exact, self.v_new)
+
+    def _data(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """`(k_data, k_scales, v_data, v_scales)` that the queries read: a ring as it was before the write."""
+        if self.before is not None and self.before.data is not None:
+            return self.before.data
+        return self.storage.k_data, self.storage.k_scales, self.storage.v_data, self.storage.v_scales
 
     def _in_order(self, stored: Tensor, exact: Tensor | None, new: Tensor | None) -> Tensor:
         storage, positions = self.storage, self.positions
         if positions.block_table is not None:
             raise TypeError('a paged cache is not dequantised: use attn_implementation="sdpa" or "fp4kv"')
-        lengths = positions.lengths[:, None].to(torch.int64)
-        device, batch, spare = stored.device, stored.shape[0], self.num_tokens
-        out = stored.new_zeros((batch, stored.shape[1], spare + 1, stored.shape[3]))
+        rows = stored.shape[0] if new is None else new.shape[0]
+        lengths = positions.lengths[:rows, None].to(torch.int64)
+        end, exact_from = lengths, positions.exact_from
+        if self.before is not None:
+            end, exact_from = lengths - self.num_new, positions.exact_before
+        device, spare = stored.device, self.num_tokens
+        out = stored.new_zeros((rows, stored.shape[1], spare + 1, stored.shape[3]))
 
         def newest(slots: int) -> Tensor:
-            return lengths - 1 - (lengths - 1 - torch.arange(slots, device=device)) % slots
+            return end - 1 - (end - 1 - torch.arange(slots, device=device)) % slots
 
         def place(x: Tensor, position: Tensor, valid: Tensor) -> None:
-            index = torch.where(valid & (position < lengths), position, spare)[:, None, :, None]
-            out.scatter_(2, index.expand(-1, x.shape[1], -1, x.shape[3]), x.to(out.dtype))
+            # A row that overflowed has positions beyond the last column.
+            index = torch.where(valid, position, spare).clamp(max=spare)[:, None, :, None]
+            out.scatter_(2, index.expand(-1, x.shape[1], -1, x.shape[3]), x[:rows].to(out.dtype))
 
         position = newest(storage.tokens)
         place(stored, position, position >= 0)
         sinks, ring = storage.recipe.num_sink_tokens, positions.ring
+        starts = positions.starts[:rows, None]
         if exact is not None:
-            position = positions.starts[:, None] + torch.arange(sinks, device=device)
-            place(exact[:, :, :sinks], position, position >= 0)
+            position = starts + torch.arange(sinks, device=device)
+            place(exact[:, :, :sinks], position, position < end)
         if exact is not None and ring:
             position = newest(ring)
-            first = torch.maximum(positions.exact_from, positions.starts + sinks)[:, None]
+            first = torch.maximum(exact_from[:rows, None], starts + sinks)
             place(exact[:, :, sinks : sinks + ring], position, position >= first)
         if new is not None:
             position = lengths - self.num_new + torch.arange(self.num_new, device=device)
-            place(new, position[: new.shape[0]], position[: new.shape[0]] >= 0)
-        batch = batch if new is None else new.shape[0]
-        return out[:batch, :, :spare].to(storage.dtype)
+            place(new, position, position >= 0)
+        return out[:, :, :spare].to(storage.dtype)

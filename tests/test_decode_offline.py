@@ -305,6 +305,11 @@ class recorded:
         self.patch.stop()
 
 
+def ring_of(slots: int, c: AttentionCall) -> AttentionCall:
+    names = ("k_data", "k_scales", "v_data", "v_scales")
+    return replace(c, **{name: getattr(c, name)[:, :, :slots] for name in names})
+
+
 def test_reasons() -> None:
     plain = call()
     assert decode.unsupported(plain) is None
@@ -317,6 +322,8 @@ def test_reasons() -> None:
         (call(d=112), "head sizes"),
         (replace(plain, v_scale_layout="4token"), "linear"),
         (replace(plain, scale=-1.0), "positive"),
+        (ring_of(80, call(d=64)), "64 tokens, or 128 or more"),
+        (ring_of(16, call(d=128)), "32 tokens, or 64 or more"),
         (replace(plain, k_data=plain.k_data[:, :, ::2], k_scales=plain.k_scales[:, :, ::2]), "contiguous"),
     ):
         reason = decode.unsupported(changed)

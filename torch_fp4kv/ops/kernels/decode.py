@@ -92,6 +92,10 @@ def unsupported(call: AttentionCall) -> str | None:
     size = call.page_size
     if call.block_table is None and size % 16:
         return f"the cache must hold a multiple of 16 tokens, got {size}"
+    tile = 8192 // max(padded(d), padded(dv))
+    if call.block_table is None and size < tile and 2 * size != tile:
+        # A tile would go round the ring more than once.
+        return f"the cache must hold {tile // 2} tokens, or {tile} or more, got {size}"
     if call.block_table is not None and (size < 16 or size & (size - 1)):
         return f"the page size must be a power of two from 16, got {size}"
     for name, data, row in (

@@ -92,7 +92,7 @@ class Row:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from . import bench_attention, bench_compile
 
-    benches = parser.add_subparsers(dest="bench", required=True)
+    benches = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
     generate = benches.add_parser("generate", help="caches side by side in one generate")
     generate.add_argument("--model", help="a model directory; default: random weights of --shape")
     generate.add_argument("--shape", choices=list(SHAPES), default="tiny")

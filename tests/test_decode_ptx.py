@@ -33,6 +33,7 @@ QUICK = {
     "ring",
     "pages of 16",
     "exact ring",
+    "all exact, in pages",
     "sinks alone",
     "rotated keys",
 }

@@ -92,4 +92,8 @@ def row_range(
         begin = gl.maximum(begin, length - n - window + 1)
     if CAUSAL:
         inner_end = gl.minimum(end, length - n + 1)
+    # An empty range may lie within a tile, whose pages are not the row's.
+    empty = begin >= end
+    begin = gl.where(empty, 0, begin)
+    end = gl.where(empty, 0, end)
     return length, n, start, begin, end, inner_begin, inner_end

@@ -14,23 +14,36 @@ from torch_fp4kv import bench, cli
 from torch_fp4kv.bench import Row
 
 
-def test_one_failing_cache_does_not_stop_the_others(tmp_path, capsys):
+def test_one_failing_cache_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
+    made = bench._make_cache
+
+    def make(model, name, length):
+        if name == "k8v4":
+            raise RuntimeError("not today")
+        return made(model, name, length)
+
+    monkeypatch.setattr(bench, "_make_cache", make)
     file = tmp_path / "generate.csv"
     arguments = ["bench", "generate", "--batch", "2", "1", "--prompt", "40", "24", "--new-tokens", "6"]
-    assert cli.main([*arguments, "--caches", "static", "nvfp5", "nvfp4-plain", "--csv", str(file)]) == 0
+    assert cli.main([*arguments, "--caches", "static", "k8v4", "nvfp4-plain", "--csv", str(file)]) == 0
     rows = list(csv.DictReader(file.open()))
     assert [(row["cache"], row["batch"], row["prompt"]) for row in rows] == [
         (cache, batch, prompt)
         for batch, prompt in (("2", "40"), ("1", "24"))
-        for cache in ("static", "nvfp5", "nvfp4-plain")
+        for cache in ("static", "k8v4", "nvfp4-plain")
     ]
-    assert "nvfp5" in rows[1]["failed"] and not rows[0]["failed"] and not rows[2]["failed"]
+    assert "not today" in rows[1]["failed"] and not rows[0]["failed"] and not rows[2]["failed"]
     # Two layers of two heads of 64, K and V, float32, room for 46 tokens in two rows; 128 slots of 9/16 bytes.
     assert int(rows[0]["cache_bytes"]) == 2 * 2 * 2 * 64 * 4 * 46 * 2
     assert int(rows[2]["cache_bytes"]) >= 2 * 2 * 2 * 64 * 9 / 16 * 128 * 2
     assert float(rows[0]["first_logits_error"]) == 0 < float(rows[2]["first_logits_error"]) < 1
     assert float(rows[0]["token_p50_ms"]) > 0 and rows[0]["layers"] == "2"
     assert "nvfp4-plain is" in capsys.readouterr().out
+
+
+def test_an_unknown_cache_is_refused_before_anything_runs(capsys):
+    assert cli.main(["bench", "generate", "--caches", "static", "nvfp5"]) == 1
+    assert "nvfp5" in (message := capsys.readouterr().err) and "nvfp4-plain" in message
 
 
 def test_break_even_is_where_a_cache_stays_ahead():

@@ -12,6 +12,7 @@ import csv
 import gc
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -23,7 +24,10 @@ from torch import Tensor
 
 from .console import heading, table
 from .peers import PEERS
+from .recipe import get_recipe
 
+ORDINARY = ("static", "dynamic")
+"""Transformers' caches in full precision."""
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
         "model_type": "llama",
@@ -104,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--caches",
         nargs="+",
         default=["static", "nvfp4", "nvfp4-plain", "fp8"],
-        help=f"recipes, 'static', 'dynamic', or of transformers' quantised ones: {', '.join(map(repr, PEERS))}",
+        help=f"recipes, or of transformers: {', '.join(map(repr, [*ORDINARY, *PEERS]))}",
     )
     generate.add_argument("--attention", default="sdpa", choices=["sdpa", "fp4kv"], help="for our caches")
     generate.add_argument("--largest-batch", action="store_true", help="also find the most rows that fit the GPU")
@@ -120,6 +124,12 @@ def run(args: argparse.Namespace) -> int:
         from . import bench_attention, bench_compile
 
         return {"attention": bench_attention, "compile": bench_compile}[args.bench].run(args)
+    try:
+        for name in set(args.caches) - {*ORDINARY, *PEERS}:
+            get_recipe(name)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(args, device, max(args.prompt) + args.new_tokens)
     rows: list[Row] = []
@@ -245,7 +255,7 @@ def _measure(
 
     register_attention()
     length = prompt + new_tokens
-    ours = name not in ("static", "dynamic", *PEERS)
+    ours = name not in (*ORDINARY, *PEERS)
     row = Row(name, attention if ours else "sdpa", batch, prompt, new_tokens)
     on_gpu = model.device.type == "cuda"
     cache = None

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.errors import OutOfResources
 
+from torch_fp4kv.bench_attention import cuda_graph_of, relative_error
 from torch_fp4kv.ops.call import AttentionCall
 from torch_fp4kv.ops.format import blocks
 from torch_fp4kv.ops.kernels import decode
@@ -66,14 +67,7 @@ CASES = [
 
 def replayed(call: Callable[[], object]) -> Times:
     """`(p50, p20, p80)` in ms of one replay of `call`."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return quantiles(graph.replay, rep=30, warmup=8)
+    return quantiles(cuda_graph_of(call).replay, rep=30, warmup=8)
 
 
 def inputs(case: Case) -> tuple[AttentionCall, Tensor, Tensor]:
@@ -111,13 +105,7 @@ def inputs(case: Case) -> tuple[AttentionCall, Tensor, Tensor]:
 def error(call: AttentionCall, k: Tensor, v: Tensor) -> float:
     """Relative error of the first and the last row, float32 output, against float64."""
     out, _ = decode.run(replace(call, out_dtype=torch.float32))
-    worst = 0.0
-    for b in {0, k.shape[0] - 1}:
-        q = call.q[b].double().view(KV_HEADS, -1, call.head_dim)
-        weights = (q @ k[b].double().transpose(1, 2) * call.softmax_scale).softmax(-1)
-        expected = (weights @ v[b].double()).view(out[b].shape)
-        worst = max(worst, float((out[b] - expected).norm() / expected.norm()))
-    return worst
+    return relative_error(out, call.q, k, v)
 
 
 def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, fold: bool) -> Callable[[], Tensor]:

@@ -11,6 +11,8 @@ import torch
 import triton
 from triton.testing import do_bench
 
+from torch_fp4kv.bench_attention import cuda_graph_of
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -57,15 +59,12 @@ def quantiles(call: Callable[[], object], rep: int = 100, warmup: int = 25) -> t
 
 def captured(call: Callable[[], object], calls: int = 100) -> tuple[float, float, float]:
     """As `quantiles`, from replays of a graph of `calls` calls: GPU time with the gaps between kernels, no launches."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def many() -> None:
         for _ in range(calls):
             call()
-    p50, p20, p80 = quantiles(graph.replay)
+
+    p50, p20, p80 = quantiles(cuda_graph_of(many).replay)
     return p50 / calls, p20 / calls, p80 / calls
 
 

@@ -63,7 +63,9 @@ def test_the_map_of_outputs_covers_them_once(c: int, d: int) -> None:
 
 
 def element_of_column(column: int, d: int) -> int:
-    return sum((column >> i & 1) << bit for i, bit in enumerate(layouts.k_element_bits(d)))
+    """As `in_order_of_lanes` has them: bit i of a column of K is this bit of the element's index."""
+    bits = [2, 4, 5, 0, 1, 3] if d == 64 else [2, 5, 6, 0, 1, 3, 4, 7]
+    return sum((column >> i & 1) << bit for i, bit in enumerate(bits))
 
 
 @HEAD_SIZES

@@ -123,19 +123,24 @@ def relative_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
     return worst
 
 
+def cuda_graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of `call`, which has run once before on a stream of its own."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
 def timed(call: Callable[[], object], device: torch.device) -> tuple[float, float, float]:
     """`(p50, p20, p80)` of `call` in microseconds."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        p50, p20, p80 = do_bench(graph.replay, quantiles=[0.5, 0.2, 0.8])
+        p50, p20, p80 = do_bench(cuda_graph_of(call).replay, quantiles=[0.5, 0.2, 0.8])
         return 1e3 * p50, 1e3 * p20, 1e3 * p80
     call()
     times = []

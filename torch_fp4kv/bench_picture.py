@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import console
 from .bench import Row
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
     """Time a token against context and against batch; a line on standard error where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print("no picture: pip install matplotlib", file=sys.stderr)
+    pyplot = console.pyplot()
+    if pyplot is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     measured = [row for row in rows if not row.failed]
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
     for panel, along, other in ((panels[0], "prompt", "batch"), (panels[1], "batch", "prompt")):

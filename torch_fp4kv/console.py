@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,19 @@ def table(rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
         print("  ".join(cells).rstrip(), flush=True)
+
+
+def pyplot() -> Any:
+    """matplotlib's, drawing to files; None, and a line on standard error, where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print("no picture: pip install matplotlib", file=sys.stderr)
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 @contextmanager

@@ -301,14 +301,9 @@ def write_csv(path: Path, lines: Sequence[Row], conditions: dict[str, str]) -> N
 
 def draw(path: Path, lines: Sequence[Row]) -> None:
     """KL against bytes a token, a panel a task; a line on standard error where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print("no picture: pip install matplotlib", file=sys.stderr)
+    pyplot = console.pyplot()
+    if pyplot is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     tasks = list(dict.fromkeys(line.task for line in lines))
     figure, panels = pyplot.subplots(1, len(tasks), figsize=(6 * len(tasks), 4.5), squeeze=False)
     for panel, task in zip(panels[0], tasks):

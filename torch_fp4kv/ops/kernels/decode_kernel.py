@@ -348,8 +348,6 @@ def decode_kernel(
     acc = gl.zeros([DVP // 2, HV], gl.float32, MMA)
     total = gl.zeros([16, HV], gl.float32, MMA)
     top = gl.full([HS], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
-    group_waits = 0
-    pair_waits = 0
     KS_TYPE: gl.constexpr = gl.uint8 if DP == 64 else gl.int16
     VS_TYPE: gl.constexpr = gl.int16 if DVP == 256 else gl.uint8
     KR: gl.constexpr = 8 if DP == 256 else 4
@@ -525,19 +523,19 @@ def decode_kernel(
         total = fold(total, old_weight, tile_total, new_weight)
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
         if (i % SPAN >= SPAN - STRIDE) & (i + STRIDE < stop):
-            odd = i // SPAN % 2
-            if odd & group_waits:
+            group = i // SPAN
+            if (group % 2 == 1) & (group > first // SPAN):
                 acc, total, top = fold_waiting(waiting, 0, acc, total, top, C, MMA)
-            put_aside(waiting, odd, acc, total, top)
-            group_waits = 1 - odd
-            pair_waits |= odd
+            put_aside(waiting, group % 2, acc, total, top)
             acc = gl.zeros([DVP // 2, HV], gl.float32, MMA)
             total = gl.zeros([16, HV], gl.float32, MMA)
             top = gl.full([HS], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
     async_copy.wait_group(0)
-    if group_waits > 0:
+    first_group = first // SPAN
+    last_group = (first + (stop - 1 - first) // STRIDE * STRIDE) // SPAN
+    if (last_group % 2 == 1) & (last_group > first_group):
         acc, total, top = fold_waiting(waiting, 0, acc, total, top, C, MMA)
-    if pair_waits > 0:
+    if last_group // 2 > first_group // 2:
         acc, total, top = fold_waiting(waiting, 1, acc, total, top, C, MMA)
     store_partial(
         partial_out,

@@ -6,7 +6,7 @@ flips, as Triton's linear layouts have it. Lane 4·g + c is (g, c), as in `mma.m
 (g, c) rows g and g + 8 and columns 2c, 2c + 1, 2c + 8 and 2c + 9.
 
 Scores are K · Qᵀ. The order of a contraction is free, so the columns of K are the elements in the order in which lane
-c finds them in its own words (`k_element_bits`), and Q is loaded in that order. Outputs are Vᵀ · Pᵀ where a register
+c finds them in its own words, and Q is put into that order (`in_order_of_lanes`). Outputs are Vᵀ · Pᵀ where a register
 holds two elements of one token, not two tokens of one element. Operand B then has P and 0 in alternate rows, so that
 columns come in two halves, one for each element of a pair: no byte of V is moved between tokens.
 """
@@ -26,14 +26,6 @@ def bits(size: int) -> list[int]:
 def words_per_lane(d: int) -> tuple[int, int]:
     """`(K, V)` words that a lane reads at once from a token: K's go to 4 lanes, at most 16 bytes each; V's to 8."""
     return min(d // 32, 4), d // 64
-
-
-@constexpr_function
-def k_element_bits(d: int) -> list[int]:
-    """Bit i of a column of K (as operand A) is this bit of the element's index."""
-    if d == 64:
-        return [2, 4, 5, 0, 1, 3]
-    return [2, 5, 6, 0, 1, 3, 4] + ([7] if d == 256 else [])
 
 
 @constexpr_function

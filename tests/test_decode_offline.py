@@ -212,8 +212,9 @@ def test_machine_code(name: str, capability: int) -> None:
     d, columns = c.head_dim, c.group * c.q.shape[2]
     config = decode.configuration(columns, d, d, divmod(capability, 10))
     assert merge.kernel.spills == 0
-    # 16 columns of 64 accumulators leave one register too few.
-    assert kernel.kernel.spills <= (2 if capability == 120 or name == "group of 16" else 0)
+    # 16 columns of 64 accumulators leave one register too few there.
+    tight = capability == 120 or (name, capability) == ("group of 16", 90)
+    assert kernel.kernel.spills <= (2 if tight else 0)
     assert kernel.kernel.shared <= offline.SHARED_MEMORY[capability] // 4, "fewer than four programs fit an SM"
     elements = 2 * d * config.tokens / 32
     # Without e4m3 conversions scales take a few instructions more.

@@ -36,7 +36,7 @@ def test_one_failing_cache_does_not_stop_the_others(tmp_path, capsys, monkeypatc
     # Two layers of two heads of 64, K and V, float32, room for 46 tokens in two rows; 128 slots of 9/16 bytes.
     assert int(rows[0]["cache_bytes"]) == 2 * 2 * 2 * 64 * 4 * 46 * 2
     assert int(rows[2]["cache_bytes"]) >= 2 * 2 * 2 * 64 * 9 / 16 * 128 * 2
-    assert float(rows[0]["first_logits_error"]) == 0 < float(rows[2]["first_logits_error"]) < 1
+    assert float(rows[0]["logits_error"]) == 0 < float(rows[2]["logits_error"]) < 0.5
     assert float(rows[0]["token_p50_ms"]) > 0 and rows[0]["layers"] == "2"
     assert "nvfp4-plain is" in capsys.readouterr().out
 
@@ -44,6 +44,24 @@ def test_one_failing_cache_does_not_stop_the_others(tmp_path, capsys, monkeypatc
 def test_an_unknown_cache_is_refused_before_anything_runs(capsys):
     assert cli.main(["bench", "generate", "--caches", "static", "nvfp5"]) == 1
     assert "nvfp5" in (message := capsys.readouterr().err) and "nvfp4-plain" in message
+
+
+def test_logits_count_up_to_the_first_other_token():
+    expected = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[2.0, 1.0], [1.0, 2.0]]], dtype=torch.float64)
+    assert bench.logits_error(expected, expected) == 0
+    logits = expected.clone()
+    logits[0, 0] = torch.tensor([0.0, 3.0])  # chooses another token, and goes on from there
+    logits[1, 0] = 100.0
+    assert bench.logits_error(logits, expected) == pytest.approx((18 / (9 + 16 + 5)) ** 0.5)
+
+
+def test_a_cache_with_other_logits_is_not_timed(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "LARGEST_ERROR", 1e-9)
+    file = tmp_path / "generate.csv"
+    arguments = ["bench", "generate", "--batch", "1", "--prompt", "40", "--new-tokens", "4", "--csv", str(file)]
+    assert cli.main([*arguments, "--caches", "static", "nvfp4-plain"]) == 0
+    static, plain = csv.DictReader(file.open())
+    assert not static["failed"] and "not timed" in plain["failed"] and plain["token_p50_ms"] == "nan"
 
 
 def test_break_even_is_where_a_cache_stays_ahead():
@@ -60,15 +78,21 @@ def test_break_even_is_where_a_cache_stays_ahead():
 
 @pytest.mark.parametrize("limit", [8, 9, 21, 100])
 def test_the_largest_batch_is_found_to_within_a_sixteenth(limit, monkeypatch):
+    prompts = set()
+
     def generate(model, ids, *args, **options):
+        prompts.add(ids.shape[1])
         if len(ids) > limit:
             raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(bench, "_generate", generate)
     monkeypatch.setattr(bench, "_make_cache", lambda *args: None)
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=8), device=torch.device("cpu"))
-    found = bench._largest_batch(model, "static", 4, 3)
-    assert limit * 15 / 16 <= found <= limit
+    for name in ("static", "dynamic"):
+        found = bench._largest_batch(model, name, 4, 3 * bench.CHUNK)
+        assert limit * 15 / 16 <= found <= limit
+    # One that grows needs the whole prompt.
+    assert prompts == {2 * bench.CHUNK, 3 * bench.CHUNK}
 
 
 def test_the_picture(tmp_path):

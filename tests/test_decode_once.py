@@ -19,17 +19,17 @@ from torch_fp4kv import NVFP4Cache, PagedNVFP4Cache
 
 STEPS, PROMPT, CAPACITY = 500, 40, 576
 DEVICES = [
-    pytest.param(("cpu", "default", torch.float32, 2e-2), id="cpu", marks=pytest.mark.slow),
-    pytest.param(("cuda", "reduce-overhead", torch.bfloat16, 5e-2), id="gpu", marks=pytest.mark.gpu),
+    pytest.param(("cpu", "default"), id="cpu", marks=pytest.mark.slow),
+    pytest.param(("cuda", "reduce-overhead"), id="gpu", marks=pytest.mark.gpu),
 ]
 
 
-def full(device: str, dtype: torch.dtype) -> Any:
+def full(device: str) -> Any:
     """One layer: the exact window ends and its ring goes round, tiles and splits end."""
-    return llama(num_hidden_layers=1).to(device, dtype)
+    return llama(num_hidden_layers=1).to(device)
 
 
-def sliding(device: str, dtype: torch.dtype) -> Any:
+def sliding(device: str) -> Any:
     """Its storage is a ring of 64 tokens, which goes round eight times."""
     torch.manual_seed(0)
     config = MistralConfig(
@@ -43,7 +43,7 @@ def sliding(device: str, dtype: torch.dtype) -> Any:
         initializer_range=0.15,
         sliding_window=48,
     )
-    return MistralForCausalLM(config).eval().to(device, dtype)
+    return MistralForCausalLM(config).eval().to(device)
 
 
 def static_steps(model: Any, step: Any, ids: Tensor) -> Iterator[Tensor]:
@@ -83,12 +83,13 @@ def paged_steps(model: Any, step: Any, ids: Tensor) -> Iterator[Tensor]:
 def test_500_steps_are_one_graph(
     make: Callable[..., Any],
     steps: Callable[..., Iterator[Tensor]],
-    device: tuple[str, str, torch.dtype, float],
+    device: tuple[str, str],
 ) -> None:
     from torch._dynamo.utils import counters
 
-    name, mode, dtype, tolerance = device
-    model = make(name, dtype)
+    name, mode = device
+    # In float32: this random model would magnify bf16's other roundings in fused code to a third of its logits.
+    model = make(name)
     NVFP4Cache(model.config, 8)
     model.set_attn_implementation("fp4kv")
     ids = prompt(tokens=PROMPT + STEPS).to(name)
@@ -102,7 +103,7 @@ def test_500_steps_are_one_graph(
         # Another cache of the same geometry runs the same code.
         again = torch.stack(list(steps(model, compiled, ids[:, : PROMPT + 20]))).double()
     error = (found - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
-    assert float(error.max()) < tolerance
+    assert float(error.max()) < 2e-2
     torch.testing.assert_close(again, found[:20], rtol=0, atol=1e-3 * float(found.abs().max()))
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]

@@ -28,13 +28,13 @@ from decode_step import (
     rope,
     step_arguments,
 )
-from expecttest import assert_expected_inline
 from fake_cuda import cuda_code
 from torch import Tensor
 
 import torch_fp4kv as fp4
 
 pytest.importorskip("triton")
+assert_expected_inline = pytest.importorskip("expecttest").assert_expected_inline
 
 
 def check(code: Generated) -> str:

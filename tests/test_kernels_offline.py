@@ -16,7 +16,7 @@ import torch
 from torch_fp4kv.ops.call import AttentionCall
 
 pytest.importorskip("triton")
-from torch_fp4kv.ops.kernels import append, prefill, quantize
+from torch_fp4kv.ops.kernels import append, prefill, quantize, statistics
 from torch_fp4kv.ops.kernels.nvfp4 import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")
@@ -121,6 +121,17 @@ def test_quantize_and_dequantize(capability: int, head_dim: int) -> None:
         quantize.dequantize(words, scales, g, None, torch.bfloat16)
     assert [kernel.name for kernel in compiled] == ["quantize_kernel", "dequantize_kernel"]
     assert [kernel.spills for kernel in compiled] == [0, 0]
+
+
+@capabilities
+def test_statistics(capability: int) -> None:
+    x, first = torch.empty(2, 64, 8, 128, dtype=torch.bfloat16).transpose(1, 2), torch.zeros(2, dtype=torch.int32)
+    with offline.launches(capability) as compiled:
+        statistics.channel_sums(x, first)
+        statistics.block_amax(x, first, torch.empty(8, 128), 128)
+    assert [kernel.spills for kernel in compiled] == [0, 0]
+    for kernel in compiled:
+        assert kernel.count("LDG.E.128") >= 2, "read 16 bytes at a time"
 
 
 def call(head_dim: int, num_queries: int, everything: bool) -> AttentionCall:

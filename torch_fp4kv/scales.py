@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .ops.format.constants import (
-    BLOCK,
     DEFAULT_GLOBAL_SCALE,
     E2M1_MAX,
     E4M3_MAX,
@@ -31,21 +30,16 @@ NVFP4 a block scale in (1/8, 1/4], which leaves room for magnitudes 1,792 times 
 block scales become subnormal; for e4m3 itself 896 times larger and 16 times smaller."""
 
 
-def choose_global_scale(x: Tensor, weights: Tensor | None = None, storage_format: str = "nvfp4") -> Tensor:
-    """Decode scales `[H]` (float32) for `x` `[B, H, T, D]`, powers of two: folding one is exact.
+def choose_global_scale(block_amax: Tensor, storage_format: str = "nvfp4") -> Tensor:
+    """Decode scales `[H]` (float32), powers of two: folding one is exact.
 
-    The scale follows the mean of the blocks' largest magnitudes over the tokens given, and never lets the largest of
-    them saturate (at or above amax/448). What comes later may be far larger or smaller than these first tokens; see
-    `TYPICAL`. Non-finite values are left out, and so are tokens whose `weights` (`[B, T]`, bool) are False. A head
-    without any non-zero value gets a default that covers magnitudes up to 10.5.
+    `block_amax` float32 `[B, H, T, S]` has the largest magnitude of each block, 0 for one that does not count. The
+    scale follows their mean, and never lets the largest of them saturate (at or above amax/448). What comes later may
+    be far larger or smaller than these first tokens; see `TYPICAL`. A head without any non-zero value gets a default
+    that covers magnitudes up to 10.5.
     """
-    if x.shape[0] == 0 or x.shape[2] == 0:
-        return torch.full(x.shape[1:2], DEFAULT_GLOBAL_SCALE, device=x.device)
-    magnitude = x.detach().to(torch.float32).abs()
-    seen = magnitude.isfinite()
-    if weights is not None:
-        seen = seen & weights[:, None, :, None]
-    block_amax = torch.where(seen, magnitude, 0.0).unflatten(-1, (-1, BLOCK)).amax(-1)
+    if block_amax.shape[0] == 0 or block_amax.shape[2] == 0:
+        return torch.full(block_amax.shape[1:2], DEFAULT_GLOBAL_SCALE, device=block_amax.device)
     amax = block_amax.amax((0, 2, 3))
     filled = (block_amax > 0).sum((0, 2, 3)).clamp(min=1)
     # Divided by the largest first: the sum of many of them could overflow.
@@ -59,15 +53,10 @@ def choose_global_scale(x: Tensor, weights: Tensor | None = None, storage_format
     return torch.where(amax > 0, scale, DEFAULT_GLOBAL_SCALE)
 
 
-def scale_without_clipping(x: Tensor, weights: Tensor | None = None) -> Tensor:
-    """amax/432 `[H]` (float32) of `x` `[B, H, T, D]`, non-finite values and tokens with False `weights` left out: the
-    least decode scale under which no block scale of `x` exceeds 72."""
-    magnitude = x.detach().to(torch.float32).abs()
-    seen = magnitude.isfinite()
-    if weights is not None:
-        seen = seen & weights[:, None, :, None]
-    amax = torch.where(seen, magnitude, 0.0).amax((0, 2, 3))
-    return amax / (E2M1_MAX * SCALE_MAX["4token"])
+def scale_without_clipping(block_amax: Tensor) -> Tensor:
+    """amax/432 `[H]` (float32): the least decode scale under which no scale of blocks with largest magnitudes
+    `block_amax` `[B, H, T, S]` exceeds 72."""
+    return block_amax.amax((0, 2, 3)) / (E2M1_MAX * SCALE_MAX["4token"])
 
 
 def to_decode_scale(value: float, convention: str) -> float:

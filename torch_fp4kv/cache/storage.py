@@ -7,7 +7,7 @@ Shapes: B rows, H KV heads, Hq query heads, n new tokens, T tokens a row, D and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..ops.attention import attention
 from ..ops.dequantize import values
 from ..ops.format.constants import BLOCK, E4M3_MAX, SCALE_MAX
 from ..ops.format.rotation import largest_block, rotate
+from ..ops.statistics import block_amax, channel_means
 from ..recipe import LayerCalibration, Matrix, Recipe
 from ..scales import choose_global_scale, scale_without_clipping
 from .buffers import allocate
@@ -297,43 +298,46 @@ class LayerStorage:
     def calibrate(self, k: Tensor, v: Tensor, positions: Positions) -> None:
         """Chooses bias and global scales from the first tokens, padding left out; calibrated ones stay."""
         batch, _, num_new, _ = k.shape
-        age = positions.lengths[:batch, None] - num_new + torch.arange(num_new, device=k.device)
-        age = age - positions.starts[:batch, None]
-        stored, stored_v = k.to(torch.float32), v.to(torch.float32)
+        first = positions.starts[:batch] - (positions.lengths[:batch] - num_new)
         if self.k_bias is not None and self.recipe.k_bias == "prompt":
             # An `if`, since a comparison of a symbolic number is no bool: compiled code is one or the other.
             if num_new >= MIN_BIAS_TOKENS:
                 # The first tokens are unlike the rest, and sinks are kept exact anyway.
                 sinks = self.recipe.num_sink_tokens
-                first = sinks if num_new >= MIN_BIAS_TOKENS + sinks else 0
-                weights = (age >= first)[:, None, :, None] & stored.isfinite()
-                mean = torch.where(weights, stored, 0.0).sum((0, 2)) / weights.sum((0, 2)).clamp(min=1)
-                self.k_bias.copy_(mean)
+                self.k_bias.copy_(channel_means(k, first + sinks if num_new >= MIN_BIAS_TOKENS + sinks else first))
                 self.set_rotated(self.recipe.rotate_k)
             else:
                 self.k_bias.zero_()
                 self.set_rotated(False)
+        calibration = self.recipe.calibration[0] if self.recipe.calibration else LayerCalibration()
+        self._set_scale(
+            self.k_global, self.recipe.k_format, calibration.k_scale, lambda: self._block_amax_of_k(k, first)
+        )
+        self._set_scale(
+            self.v_global, self.recipe.v_format, calibration.v_scale, lambda: block_amax(v, first, self.v_bias)
+        )
+
+    def _set_scale(
+        self, target: Tensor, storage_format: str, known: tuple[float, ...] | None, blocks: Callable[[], Tensor]
+    ) -> None:
+        """Sets a global scale to the calibrated one, or to one chosen from the largest magnitudes of `blocks`."""
+        if known is None:
+            target.copy_(choose_global_scale(blocks(), storage_format))
+            return
+        target.copy_(torch.tensor(known).expand(target.shape))
+        if SCALE_MAX[self.v_scale_layout] < E4M3_MAX:
+            # A given scale may leave no head-room, and block scales saturate earlier here.
+            target.copy_(torch.maximum(target, scale_without_clipping(blocks())))
+
+    def _block_amax_of_k(self, k: Tensor, first: Tensor) -> Tensor:
+        """`block_amax` of `k` as it is stored."""
+        if self.k_transform is None:
+            return block_amax(k, first, self.k_bias, self.k_rotation)
+        stored = k.to(torch.float32)
         if self.k_bias is not None:
             stored = stored - self.k_bias[:, None, :]
-        if self.v_bias is not None:
-            stored_v = stored_v - self.v_bias[:, None, :]
-        if self.k_transform is not None:
-            with torch.autocast(k.device.type, enabled=False):
-                stored = stored @ self.k_transform
-        if self.k_rotation:
-            stored = rotate(stored, self.k_rotation)
-        calibration = self.recipe.calibration[0] if self.recipe.calibration else LayerCalibration()
-        for target, x, kind, known in (
-            (self.k_global, stored, self.recipe.k_format, calibration.k_scale),
-            (self.v_global, stored_v, self.recipe.v_format, calibration.v_scale),
-        ):
-            if known is None:
-                target.copy_(choose_global_scale(x, age >= 0, kind))
-                continue
-            target.copy_(torch.tensor(known).expand(target.shape))
-            if SCALE_MAX[self.v_scale_layout] < E4M3_MAX:
-                # A given scale may leave no head-room, and block scales saturate earlier here.
-                target.copy_(torch.maximum(target, scale_without_clipping(x, age >= 0)))
+        with torch.autocast(k.device.type, enabled=False):
+            return block_amax(stored @ self.k_transform, first)
 
     def _clone_rings(self, batch: int) -> Before:
         """Copies of what the next prefill overwrites: exact slots, and a sliding layer's whole ring; both are small."""

@@ -43,6 +43,10 @@ def installed(calls: list[dict[str, Any]]) -> Iterator[None]:
         ("get_prims_ts_batch_decode_workspace_size", lambda _arguments: 4096),
     ):
         setattr(prims_ts, name, _bound(source_signature("attention/prims_ts/decode.py", name), emulate, calls))
+    kernels = types.ModuleType("flashinfer.quantization.kernels")
+    name = "nvfp4_kv_materialize_fp8"
+    materialize = source_signature("quantization/kernels/nvfp4_kv_materialize.py", name)
+    setattr(kernels, name, _bound(materialize, materialize_fp8, calls))
     append = "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping"
     with contextlib.ExitStack() as stack:
         for patch in (
@@ -52,8 +56,8 @@ def installed(calls: list[dict[str, Any]]) -> Iterator[None]:
             of(flashinfer, "fp4_quantize", fp4_quantize),
             of(flashinfer, "nvfp4_kv_dequantize_paged", dequantize_paged),
             mock.patch.object(flashinfer.prefill, "BatchPrefillWithPagedKVCacheWrapper", _fa2(calls)),
-            # Importing it needs nvidia-cutlass-dsl.
-            mock.patch.dict(sys.modules, {"flashinfer.attention.prims_ts": prims_ts}),
+            # Importing these needs nvidia-cutlass-dsl.
+            mock.patch.dict(sys.modules, {prims_ts.__name__: prims_ts, kernels.__name__: kernels}),
         ):
             stack.enter_context(patch)
         yield
@@ -346,6 +350,42 @@ def dequantize_paged(a: dict[str, Any]) -> None:
             pages = a["block_tables"][b, : -(-length // size)].long()
             x = decode(data[pages], scales[pages]).transpose(1, 2).flatten(0, 1)[:length]
             out[b, :length] = (x * float(scale)).to(out.dtype)
+
+
+def materialize_fp8(a: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Blackwell: pages of E4M3 behind one of zeros, none past a length; V's scales in the 4-token order."""
+    k, v, k_scales, v_scales = (a[name] for name in ("k_cache", "v_cache", "k_block_scales", "v_block_scales"))
+    pages, heads, size, d = k.shape[0], k.shape[1], k.shape[2], 2 * k.shape[3]
+    assert size % 4 == 0
+    assert d % 64 == 0
+    for data in (k, v, k_scales, v_scales):
+        assert data.dtype == torch.uint8
+        assert data[0].is_contiguous()
+        assert data.data_ptr() % 16 == data.stride(0) % 16 == 0
+    assert a["block_tables"].dtype == a["seq_lens"].dtype == torch.int32
+    assert a["uses_shared_paged_kv_idx"]
+    indptr, columns = a["kv_page_indptr"], -(-a["max_kv_len"] // size)
+    assert indptr.dtype == torch.int32
+    assert a["num_pages"] == int(indptr[-1])
+    assert a["block_tables"].shape[1] >= columns
+    values = [
+        e4m3(decode(k, k_scales.view(torch.float8_e4m3fn))),
+        e4m3(decode(v, linear_from_4token(v_scales).view(torch.float8_e4m3fn))),
+    ]
+    out = torch.full((a["num_pages"] + 1, 2, heads, size, d), torch.nan, dtype=torch.float8_e4m3fn)
+    out.view(torch.uint8)[0] = 0
+    table = torch.zeros(len(indptr) - 1, columns, dtype=torch.int32)
+    for b, length in enumerate(a["seq_lens"].tolist()):
+        assert length <= a["max_kv_len"]
+        for j in range(-(-length // size)):
+            page, source = int(indptr[b]) + j + 1, int(a["block_tables"][b, j])
+            assert page <= int(indptr[b + 1])
+            assert 0 <= source < pages
+            present = min(size, length - j * size)
+            for part, x in enumerate(values):
+                out[page, part, :, :present] = x[source, :, :present].to(out.dtype)
+            table[b, j] = page
+    return out, table
 
 
 def append_by_slot(a: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ import torch_fp4kv
 from torch_fp4kv import doctor
 from torch_fp4kv.ops import backends
 from torch_fp4kv.ops.call import AppendCall, AttentionCall
-from torch_fp4kv.ops.flashinfer import append, fa2, paged, quantize, support, trtllm_gen
+from torch_fp4kv.ops.flashinfer import append, fa2, materialize, paged, quantize, support, trtllm_gen
 from torch_fp4kv.ops.format import layout
 
 CUDA = torch.device("cuda", 0)
@@ -117,7 +117,7 @@ MUTATIONS: dict[str, tuple[Callable[[AttentionCall], AttentionCall], tuple[str, 
     "nibbles of K swapped": (nibbles_swapped, tuple(BOUNDS)),
     "V with other strides": (
         strided_v,
-        tuple(name for name in BOUNDS if LAYOUT[name] == "4token" or name == "flashinfer-xqa"),
+        ("flashinfer-trtllm-gen", "flashinfer-prims-ts", "flashinfer-xqa"),
     ),
 }
 
@@ -185,6 +185,33 @@ def test_a_cache_under_amax_2688_saturates_in_e4m3_and_no_append_for_it_writes_o
         data = torch_fp4kv.to_packed(words)
         largest = emulators.decode(data[0], scales[0].view(torch.float8_e4m3fn)).abs().max()
         assert 400 < float(largest) <= 448
+
+
+def test_an_fp8_workspace_saturates_new_tokens_and_takes_whole_pages_only(package: None) -> None:
+    call = make("4token", **PREFILLS["prefill"])
+    limit = 448 * call.k_global[:, None, None]
+    wide = call.k_new * 50
+    outs = [
+        emulated("flashinfer-materialize-fp8", replace(call, k_new=k_new))[0]
+        for k_new in (wide, wide.clamp(-limit, limit), call.k_new)
+    ]
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+    strided = call.k_data.transpose(1, 2).contiguous().transpose(1, 2)
+    refused = replace(call, k_data=strided, v_data=strided)
+    assert materialize.unsupported(refused) == "each page must be contiguous"
+
+
+def test_an_fp8_workspace_with_page_0_taken_for_the_first_is_seen(package: None) -> None:
+    call = make("4token", **PREFILLS["prefill"])
+    attend = materialize.attend
+
+    def shifted(call: AttentionCall, pages: tuple[Tensor, Tensor, Tensor], *rest: Any) -> Tensor:
+        return attend(call, (pages[0], pages[1] - 1, pages[2]), *rest)
+
+    with mock.patch.object(materialize, "attend", shifted):
+        out, _ = emulated("flashinfer-materialize-fp8", call)
+    assert not error(out, call) < 2 * BOUNDS["flashinfer-materialize-fp8"]
 
 
 def test_trtllm_gen_gets_one_power_of_two_for_the_query_and_none_for_the_output(package: None) -> None:
@@ -284,6 +311,7 @@ BY_NAME = {
     "flashinfer-xqa": [(12, 0), (12, 1)],
     "flashinfer-fa2": [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)],
     "flashinfer-dequantize": [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)],
+    "flashinfer-materialize-fp8": [(10, 0), (10, 3), (11, 0), (12, 0), (12, 1)],
 }
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (10, 7), (11, 0), (12, 0), (12, 1)]
 
@@ -291,7 +319,7 @@ CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (10, 7
 @pytest.mark.parametrize("name", BY_NAME)
 def test_by_name_a_kernel_serves_where_it_runs_and_is_an_error_elsewhere(name: str) -> None:
     for capability in CAPABILITIES:
-        call = FOUR_TOKEN if LAYOUT[name] == "4token" else PREFILL if "dequantize" in name else PLAIN
+        call = make(LAYOUT[name], **(PREFILLS["prefill"] if support.KERNELS[name].new_tokens else {}))
         with gpu(capability):
             if capability in BY_NAME[name]:
                 assert backends.choose("attention", CUDA, name, call).name == name
@@ -367,6 +395,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "prefill without its tokens": ("flashinfer-dequantize", {}, "is for prefills that bring their own tokens"),
     "prefill, static cache": ("flashinfer-dequantize", {"new": True, "page_size": None}, "behind a block table only"),
     "prefill, bias": ("flashinfer-dequantize", {"new": True, "v_bias": V_BIAS}, "must meet the same query"),
+    "prefill, V's order": ("flashinfer-materialize-fp8", {"new": True, "v_scale_layout": "linear"}, "as '4token'"),
     "prefill on FA2": ("flashinfer-fa2", {"new": True}, "nor join the two by a log-sum-exp"),
     "no query": ("flashinfer-xqa", {"queries": 0}, "there is no query"),
 }
@@ -374,7 +403,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("name", "options", "reason"), REFUSED.values(), ids=REFUSED)
 def test_what_a_kernel_gets_wrong_is_refused(name: str, options: dict[str, Any], reason: str) -> None:
-    assert reason in str(support.attention_unsupported(name, make(LAYOUT[name], **options)))
+    call = make(**{"v_scale_layout": LAYOUT[name], **options})
+    assert reason in str(support.attention_unsupported(name, call))
 
 
 @pytest.mark.parametrize("name", [*BOUNDS][:4])

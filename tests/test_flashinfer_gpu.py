@@ -61,29 +61,110 @@ def test_replays_of_a_captured_call_follow_lengths_and_pages(name: str) -> None:
         assert error(out.cpu(), replace(call, lengths=torch.tensor(lengths, dtype=torch.int32))) < BOUNDS[name]
 
 
-@pytest.mark.parametrize("rule", ["amax", "4over6"])
-def test_append_writes_ours_within_one_code(rule: str) -> None:
+def steps_apart(storage: list[Tensor], want: list[Tensor]) -> tuple[dict[str, float], int]:
+    """Shares of the codes and block scales of K and V that differ, and the most that any differs by, in steps."""
+    shares, most = {}, 0
+    for name, first in (("K", 0), ("V", 2)):
+        codes, expected = (
+            torch.stack([torch_fp4kv.to_packed(x[first]) >> shift & 15 for shift in (0, 4)]).int()
+            for x in (storage, want)
+        )
+        # Their zero codes keep a sign.
+        signed, signed_expected = (torch.where(x > 7, 8 - x, x) for x in (codes, expected))
+        code_steps = (signed - signed_expected).abs()
+        scale_steps = (storage[first + 1].int() - want[first + 1].int()).abs()
+        shares |= {
+            f"codes of {name}": float((code_steps > 0).float().mean()),
+            f"scales of {name}": float((scale_steps > 0).float().mean()),
+        }
+        most = max(most, int(code_steps.max()), int(scale_steps.max()))
+    return shares, most
+
+
+def appended(op: str, rule: str) -> list[Tensor]:
+    """What 4 rows of 64 tokens become in pages of 16, written by FlashInfer's or our (`op` "triton") kernel."""
+    from flashinfer.page import nvfp4_quantize_append_paged_kv_cache
+
     torch.manual_seed(0)
-    k, v = (torch.randn(4, 8, 50, 128, device="cuda").bfloat16() * factor for factor in (1.0, 0.03))
-    slots = torch.randperm(16 * 16, device="cuda")[:200].view(4, 50)
-    stored = []
-    for backend in ("flashinfer", "triton"):
-        storage = [torch.zeros(16, 8, 16, 8, dtype=t, device="cuda") for t in (torch.int64, torch.uint8) * 2]
-        options = {"scale_rule": rule, "backend": backend}
-        torch_fp4kv.append(*storage, k, v, slots, 0.0117, 0.00041, **options)
-        stored.append(storage)
+    k, v = (torch.randn(4, 8, 64, 128, device="cuda").bfloat16() * factor for factor in (1.0, 0.03))
+    pages = torch.randperm(16, device="cuda").view(4, 4)
+    position = torch.arange(64, device="cuda").expand(4, -1)
+    storage = [torch.zeros(16, 8, 16, 8, dtype=t, device="cuda") for t in (torch.int64, torch.uint8) * 2]
+    if op != "by page":
+        slots = pages.gather(1, position // 16) * 16 + position % 16
+        torch_fp4kv.append(*storage, k, v, slots, 0.0117, 0.00041, scale_rule=rule, backend=op)
+        return storage
+    nvfp4_quantize_append_paged_kv_cache(
+        *(x.transpose(1, 2).flatten(0, 1).contiguous() for x in (k, v)),
+        torch.arange(4, device="cuda").repeat_interleave(64).int(),
+        position.flatten().int(),
+        (torch_fp4kv.to_packed(storage[0]), torch_fp4kv.to_packed(storage[2])),
+        (storage[1].view(torch.float8_e4m3fn), storage[3].view(torch.float8_e4m3fn)),
+        pages.flatten().int(),
+        torch.arange(5, device="cuda").int() * 4,
+        torch.full((4,), 16, device="cuda").int(),
+        0.0117,
+        0.00041,
+        kv_layout="HND",
+    )
+    return storage
+
+
+@pytest.mark.parametrize(("op", "rule"), [("flashinfer", "amax"), ("flashinfer", "4over6"), ("by page", "amax")])
+def test_append_writes_ours_within_one_step(op: str, rule: str) -> None:
+    storage, want = appended(op, rule), appended("triton", rule)
+    shares, most = steps_apart(storage, want)
+    print(f"{op}, {rule}: {most} at most, {', '.join(f'{share:.2e} of the {name}' for name, share in shares.items())}")
+    assert want[0].any()
+    if rule == "amax":
+        assert most <= 1
+        assert max(shares.values()) < 0.01
+    else:
+        # Where two candidates are as good, the other one has another scale and other codes.
+        assert max(shares.values()) < 0.05
     for first, scale in ((0, 0.0117), (2, 0.00041)):
-        (data, bits), (want_data, want_bits) = (storage[first : first + 2] for storage in stored)
-        # Without signs: their zeros keep one.
-        codes = torch_fp4kv.to_packed(data) ^ torch_fp4kv.to_packed(want_data)
-        differ = float(((codes & 0x77) > 0).float().mean()), float((bits != want_bits).float().mean())
-        print(f"{rule}: {differ[0]:.2e} of the bytes and {differ[1]:.2e} of the scales differ")
-        assert max(differ) < (0.01 if rule == "amax" else 0.05)
-        have, want = torch_fp4kv.dequantize(data, bits, scale), torch_fp4kv.dequantize(want_data, want_bits, scale)
-        assert float((have - want).norm() / want.norm()) < (0.02 if rule == "amax" else 0.1)
+        have, expected = (torch_fp4kv.dequantize(*x[first : first + 2], scale) for x in (storage, want))
+        assert float((have - expected).norm() / expected.norm()) < (0.02 if rule == "amax" else 0.1)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_its_decode_wrapper_gives_the_reference_s_numbers(head_dim: int) -> None:
+    """FA2 as an engine calls it, `use_tensor_cores=True`, without this package around it."""
+    import flashinfer
+
+    call = make(lengths=(37, 96, 5), head_dim=head_dim)
+    gpu = on_gpu(replace(call, k_global=torch.tensor(0.73), v_global=torch.tensor(0.0117)))
+    assert gpu.block_table is not None
+    assert gpu.k_scales is not None
+    assert gpu.v_scales is not None
+    counts = (call.lengths + 15) // 16
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(128 << 20, dtype=torch.uint8, device="cuda"), "HND", use_tensor_cores=True, backend="fa2"
+    )
+    wrapper.plan(
+        torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
+        torch.cat([gpu.block_table[b, :count] for b, count in enumerate(counts.tolist())]),
+        (call.lengths - 1) % 16 + 1,
+        4,
+        2,
+        head_dim,
+        16,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.uint8,
+    )
+    out = wrapper.run(
+        gpu.q.squeeze(2),
+        (torch_fp4kv.to_packed(gpu.k_data), torch_fp4kv.to_packed(gpu.v_data)),
+        k_scale=0.73,
+        v_scale=0.0117,
+        kv_cache_sf=(gpu.k_scales.view(torch.float8_e4m3fn), gpu.v_scales.view(torch.float8_e4m3fn)),
+    )
+    expected = replace(call, k_global=torch.tensor(0.73), v_global=torch.tensor(0.0117))
+    assert error(out.unsqueeze(2).cpu(), expected) < BOUNDS["flashinfer-fa2"]
 
 
 def test_both_dequantisers_give_ours_within_a_rounding() -> None:
+    """Both multiply in float32 and round once; the order of the two products may differ in the last bit of 16."""
     import flashinfer
 
     x = torch.randn(256, 128, device="cuda").bfloat16()
@@ -91,7 +172,7 @@ def test_both_dequantisers_give_ours_within_a_rounding() -> None:
     words, scales = torch_fp4kv.quantize(x, scale[0])
     want = torch_fp4kv.dequantize(words, scales, scale[0], dtype=torch.bfloat16)
     have = flashinfer.nvfp4_kv_dequantize(torch_fp4kv.to_packed(words), scales, scale, torch.bfloat16)
-    assert float((have.float() - want.float()).abs().max()) <= 2.0**-8 * float(want.float().abs().max())
+    assert within_a_rounding(have, want)
 
     pages = words.view(16, 2, 8, 8), scales.view(16, 2, 8, 8).view(torch.float8_e4m3fn)
     table = torch.randperm(16, device="cuda").to(torch.int32).view(2, 8)
@@ -104,5 +185,10 @@ def test_both_dequantisers_give_ours_within_a_rounding() -> None:
     for b, length in enumerate(lengths.tolist()):
         expected = want.view(16, 2, 8, 128)[table[b].long()].transpose(1, 2).flatten(0, 1)[:length]
         for x in out[:, b]:
-            assert float((x[:length] - expected).float().abs().max()) <= 2.0**-8 * float(expected.float().abs().max())
+            assert within_a_rounding(x[:length], expected)
             assert bool(x[length:].isnan().all())
+
+
+def within_a_rounding(have: Tensor, want: Tensor) -> bool:
+    print(f"{float((have != want).float().mean()):.2e} of the values differ")
+    return torch.allclose(have.float(), want.float(), rtol=2.0**-7, atol=0.0)

@@ -27,6 +27,7 @@ _ATTENTION_MODULES = {
     "flashinfer-prims-ts": ".flashinfer.prims_ts",
     "flashinfer-fa2": ".flashinfer.fa2",
     "flashinfer-dequantize": ".flashinfer.dequantize",
+    "flashinfer-materialize-fp8": ".flashinfer.materialize",
 }
 """In the order of preference. "torch" serves every call, so what follows it is used by name, or by `prefer`, only."""
 

@@ -112,6 +112,20 @@ KERNELS = {
         softcap=True,
         capture=False,
     ),
+    "flashinfer-materialize-fp8": Kernel(
+        capabilities=((10, 0), (10, 3), (11, 0), (12, 0), (12, 1)),
+        head_sizes=(64, 128, 256),
+        page_sizes=(),
+        v_scale_layout="4token",
+        max_queries=ANY,
+        needs_table=True,
+        new_tokens=True,
+        sinks=False,
+        softcap=True,
+        capture=False,
+        package="cutlass",
+        error=2.0**-4,
+    ),
 }
 """By the name that `backend=` takes."""
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.errors import OutOfResources
 
-from torch_fp4kv.bench_attention import cuda_graph_of, relative_error
+from torch_fp4kv.bench.attention import cuda_graph_of, relative_error
 from torch_fp4kv.ops.call import AttentionCall
 from torch_fp4kv.ops.format import blocks
 from torch_fp4kv.ops.kernels import decode

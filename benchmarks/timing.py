@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.testing import do_bench
 
-from torch_fp4kv.bench_attention import cuda_graph_of
+from torch_fp4kv.bench.attention import cuda_graph_of
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -21,7 +21,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, QuantizedCache
 
 from torch_fp4kv import NVFP4Cache
-from torch_fp4kv.peers import PEERS
+from torch_fp4kv.evaluation.peers import PEERS
 
 VOCABULARY, PROMPT = 64, 40
 SIZES: dict[str, Any] = {

@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from torch_fp4kv import bench, cli
-from torch_fp4kv.bench import Row
+from torch_fp4kv import cli
+from torch_fp4kv.bench import generate as bench
+from torch_fp4kv.bench.generate import Row
 
 
 def test_one_failing_cache_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
@@ -97,7 +98,7 @@ def test_the_largest_batch_is_found_to_within_a_sixteenth(limit, monkeypatch):
 
 def test_the_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    from torch_fp4kv.bench_picture import draw
+    from torch_fp4kv.bench.picture import draw
 
     draw(
         tmp_path / "times.png",

@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 
 from hf_models import llama
 
-from torch_fp4kv import cli, demo, fidelity, scoring
+from torch_fp4kv import cli, demo
+from torch_fp4kv.evaluation import fidelity, scoring
 
 
 class Letters:

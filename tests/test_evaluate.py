@@ -20,17 +20,15 @@ from torch_fp4kv import (
     NVFP4Cache,
     Recipe,
     calibrate,
-    evaluate,
-    fidelity,
     get_recipe,
     guarded,
-    key_bias,
-    scoring,
 )
-from torch_fp4kv.as_decoded import full_precision, layer_recipes, log_probabilities
-from torch_fp4kv.calibration import mean_kl, statistics
 from torch_fp4kv.demo import packaged_model
-from torch_fp4kv.peers import PEERS
+from torch_fp4kv.evaluation import command as evaluate
+from torch_fp4kv.evaluation import fidelity, key_bias, scoring
+from torch_fp4kv.evaluation.as_decoded import full_precision, layer_recipes, log_probabilities
+from torch_fp4kv.evaluation.calibration import mean_kl, statistics
+from torch_fp4kv.evaluation.peers import PEERS
 
 VOCABULARY = 64
 

@@ -8,7 +8,7 @@ from hf_models import greedy, llama, prompt
 
 from torch_fp4kv import NVFP4Cache
 from torch_fp4kv.cache.storage import LayerStorage
-from torch_fp4kv.scoring import cache_argument
+from torch_fp4kv.evaluation.scoring import cache_argument
 from torch_fp4kv.testing import assert_cache_close, assert_golden, record_golden
 
 

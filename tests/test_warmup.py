@@ -11,7 +11,7 @@ from hf_models import compile_everywhere, greedy, llama, prompt
 from torch._dynamo.utils import counters
 
 from torch_fp4kv import NVFP4Cache, warmup
-from torch_fp4kv.scoring import cache_argument
+from torch_fp4kv.evaluation.scoring import cache_argument
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -69,10 +69,10 @@ def __getattr__(name: str) -> Any:
         "PagedNVFP4Cache": "cache.paged",
         "Blocks": "cache.blocks",
         "as_static_cache": "cache.static",
-        "calibrate": "calibration",
+        "calibrate": "evaluation.calibration",
         "export_blocks": "cache.handover",
         "import_blocks": "cache.handover",
-        "guarded": "calibration",
+        "guarded": "evaluation.calibration",
         "warmup": "startup",
     }
     if name in modules:

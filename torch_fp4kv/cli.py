@@ -1,4 +1,4 @@
-"""`torch-fp4kv COMMAND`: each command is a module with `add_arguments(parser)` and `run(args) -> exit status`."""
+"""`torch-fp4kv COMMAND`: each is a module or package with `add_arguments(parser)` and `run(args) -> exit status`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "demo": ("demo", "generate with a real model and an NVFP4 cache, and score what the cache costs"),
     "doctor": ("doctor", "what works on this machine, and for what does not, the reason"),
-    "eval": ("evaluate", "score recipes on running text and on a copy task"),
+    "eval": ("evaluation.command", "score recipes on running text and on a copy task"),
     "bench": ("bench", "measure caches on this machine"),
 }
 """Module and help line by command; a module is imported only when its command is called."""

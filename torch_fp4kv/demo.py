@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import as_decoded, doctor, fidelity, lowering, scoring
+from . import doctor, lowering
 from .console import heading, progress, table
+from .evaluation import as_decoded, fidelity, scoring
 from .ops import backends
 
 PROMPT = "Why is the sky blue? Answer in two sentences."

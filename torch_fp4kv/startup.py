@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .scoring import cache_argument
+from .evaluation.scoring import cache_argument
 
 NUM_NEW = 6
 """The prompt gives a token, then steps that compile, run once more before capture, are captured, and are replayed."""

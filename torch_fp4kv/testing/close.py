@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..as_decoded import full_precision
-from ..calibration import Texts, tokenized
-from ..fidelity import Fidelity, Tally, decoded
+from ..evaluation.as_decoded import full_precision
+from ..evaluation.calibration import Texts, tokenized
+from ..evaluation.fidelity import Fidelity, Tally, decoded
 from ..recipe import Recipe
 
 

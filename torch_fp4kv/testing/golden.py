@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibration import Texts, tokenized
-from ..fidelity import decoded
+from ..evaluation.calibration import Texts, tokenized
+from ..evaluation.fidelity import decoded
+from ..evaluation.scoring import cache_argument
 from ..recipe import Recipe, get_recipe
-from ..scoring import cache_argument
 
 
 def record_golden(

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache.storage import LayerStorage
+from ..recipe import Recipe
 from .as_decoded import PROMPT_TOKENS, full_precision, layer_recipes, log_probabilities
-from .cache.storage import LayerStorage
-from .recipe import Recipe
 from .scoring import cache_argument
 
 LOGITS_BYTES = 2 << 30
@@ -159,8 +159,8 @@ def bytes_per_token(model: Any, recipe: Recipe, context: int = 8192) -> tuple[fl
     heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     like = torch.empty((1, heads, 0, dim), dtype=torch.bfloat16, device="meta")
-    from .cache.hf import layer_kinds
-    from .cache.positions import RING_SLACK
+    from ..cache.hf import layer_kinds
+    from ..cache.positions import RING_SLACK
 
     total = plain = 0
     for index, (kind, window) in enumerate(layer_kinds(config)):

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.format.constants import BLOCK
+from ..recipe import LayerCalibration, Recipe, get_recipe
 from .as_decoded import PROMPT_TOKENS, attention_by, full_precision, layer_recipes, log_probabilities
 from .fidelity import Tally, sensitivity
-from .ops.format.constants import BLOCK
-from .recipe import LayerCalibration, Recipe, get_recipe
 
 PROMOTIONS: tuple[dict[str, Any], ...] = (
     {"k_format": "fp8"},

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cache.positions import Positions
-from .cache.storage import LayerStorage
-from .ops.dequantize import values
-from .ops.format.rotation import rotate
-from .recipe import LayerCalibration, Recipe
+from ..cache.positions import Positions
+from ..cache.storage import LayerStorage
+from ..ops.dequantize import values
+from ..ops.format.rotation import rotate
+from ..recipe import LayerCalibration, Recipe
 
 NAME = "fp4kv_as_decoded"
 
@@ -141,7 +141,7 @@ def full_precision(model: Any, tokens: Tensor) -> Tensor:
 
 def layer_recipes(model: Any, recipe: Recipe) -> list[Recipe | None]:
     """The recipe of each of the model's layers; ValueError where `recipe` does not go with the model."""
-    from .cache.hf import layer_kinds
+    from ..cache.hf import layer_kinds
 
     kinds = layer_kinds(model.config.get_text_config(decoder=True))
     recipe.check_layers(len(kinds))

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import console, fidelity, key_bias, scoring
+from .. import console
+from ..recipe import Recipe, get_recipe, recipes
+from . import fidelity, key_bias, scoring
 from .as_decoded import PROMPT_TOKENS, layer_recipes
 from .calibration import statistics
 from .peers import PEERS, peer_fidelity
-from .recipe import Recipe, get_recipe, recipes
 
 RECIPES = ("nvfp4", "nvfp4-max", "k8v4", "fp8", "fp8-window", "nvfp4-plain")
 COPY = (900, 200)
@@ -191,7 +192,7 @@ def _calibrated(recipe: Recipe, model: Any, rows: Sequence[Tensor]) -> Recipe:
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from .demo import packaged_model, quiet
+    from ..demo import packaged_model, quiet
 
     path = Path(args.model) if args.model else packaged_model()
     if path is None or not path.exists():
@@ -235,7 +236,7 @@ def print_table(lines: Sequence[Row]) -> None:
 
 
 def _print_greedy(model: Any, tokens: Tensor, chosen: dict[str, Recipe], args: argparse.Namespace) -> None:
-    from .cache.hf import NVFP4Cache
+    from ..cache.hf import NVFP4Cache
 
     console.heading(f"Greedy text: tokens of {args.greedy} before the first that differs, a row each")
     prompts = tokens[:, : args.prompt_tokens]
@@ -261,7 +262,7 @@ def _print_sensitivity(model: Any, tokens: Tensor, recipe: Recipe) -> None:
 def _conditions(model: Any, args: argparse.Namespace) -> dict[str, str]:
     import transformers
 
-    from . import __version__, doctor
+    from .. import __version__, doctor
 
     device = model.device
     return {

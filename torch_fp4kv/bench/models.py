@@ -1,0 +1,88 @@
+"""Models, prompts and the clock that the benches share."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "qwen3-4b": {
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "gemma3-4b": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "sliding_window": 1024,
+    },
+    "tiny": {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+    },
+}
+"""Configs of well-known models; their weights are random and are made on the device."""
+
+
+class Clock:
+    """A streamer that notes when each token reached the host."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        value.cpu()
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def load_model(args: argparse.Namespace, device: torch.device, tokens: int) -> Any:
+    """The model in directory `args.model`, or one of `args.shape` for `tokens` tokens with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if args.model:
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
+    settings = dict(SHAPES[args.shape])
+    if args.layers:
+        settings["num_hidden_layers"] = args.layers
+    config = AutoConfig.for_model(settings.pop("model_type"), max_position_embeddings=tokens, **settings)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def prompt_ids(model: Any, batch: int, prompt: int) -> Tensor:
+    """`[batch, prompt]` tokens, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.vocab_size, (batch, prompt), generator=generator).to(model.device)

@@ -29,7 +29,7 @@ def model():
     return llama()
 
 
-def prefilled(model, capacity=128, recipe="nvfp4", tokens=90, batch=2, padding=0):
+def prefilled(model, capacity=128, recipe="nvfp4", tokens=120, batch=2, padding=0):
     cache = NVFP4Cache(model.config, capacity, recipe)
     mask = torch.ones(batch, tokens, dtype=torch.long)
     mask[0, :padding] = 0
@@ -67,7 +67,7 @@ def pool_of(model, page_size=16, recipe="nvfp4", **options):
     )
 
 
-def prefill_row(model, pool, tokens=90, seed=1):
+def prefill_row(model, pool, tokens=120, seed=1):
     row = pool.admit()
     with torch.no_grad():
         model(prompt(1, tokens, seed), past_key_values=pool.row(row))
@@ -123,8 +123,12 @@ def test_a_sliding_layer_hands_over_what_its_ring_holds():
     pieces = (range(100), range(100, 160), range(160, 187))
     parts = [export_blocks(cache, "a", tokens=piece, more=piece.stop < 187) for piece in pieces]
     assert [p.header["layers"][0]["first"] for p in parts] == [100, 150, 160]
+    assert [tokens_sent(part) for part in parts] == [[0, 0], [10, 10], [0, 0]]
     other = NVFP4Cache(config, 256)
     import_blocks(other, parts)
+    assert tokens_sent(export_blocks(cache, "b")) == [0, 0]
+    want, got = ({name: x[:, :, -37:] for name, x in stored(either).items()} for either in (cache, other))
+    assert all(torch.equal(got[name], want[name]) for name in want)
     assert torch.equal(decode(model, other), decode(model, cache))
     for either in (cache, other):
         either.crop(-9)
@@ -136,7 +140,7 @@ def test_a_sliding_layer_hands_over_what_its_ring_holds():
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-plain"])
 def test_pools_with_other_page_sizes(model, recipe):
     sender, receiver = pool_of(model, 16, recipe), pool_of(model, 64, recipe)
-    rows = [prefill_row(model, sender, tokens, seed=tokens) for tokens in (90, 33)]
+    rows = [prefill_row(model, sender, tokens, seed=tokens) for tokens in (120, 33)]
     receiver.admit()
     blocks = {row: export_blocks(sender, f"request {row}", [row]) for row in rows}
     taken = {row: import_blocks(receiver, blocks[row])[0] for row in rows}
@@ -167,20 +171,23 @@ def test_between_a_pool_and_a_cache(model):
     torch.testing.assert_close(decode(model, cache, batch=1)[:, 0, -1], want, rtol=1e-5, atol=1e-5)
 
 
-def test_v_s_scales_in_the_order_of_sm100(model):
+@pytest.mark.parametrize("recipe", ["nvfp4-plain", "nvfp4"])
+def test_v_s_scales_in_the_order_of_sm100(model, recipe):
     """They travel in linear order; block scales of a linear pool may be too large for readers of the other."""
-    sender = pool_of(model, 16, "nvfp4-plain", v_scale_layout="4token")
+    sender = pool_of(model, 16, recipe, v_scale_layout="4token")
     blocks = export_blocks(sender, "a", [prefill_row(model, sender)])
     want = decode_row(model, sender, 0)
     for layout in ("4token", "linear"):
-        receiver = pool_of(model, 32, "nvfp4-plain", v_scale_layout=layout)
+        receiver = pool_of(model, 32, recipe, v_scale_layout=layout)
         assert import_blocks(receiver, blocks) == [0]
+        got, sent = stored(receiver), stored(sender)
+        assert all(torch.equal(got[name][:, :, :120], sent[name][:, :, :120]) for name in sent)
         assert torch.equal(decode_row(model, receiver, 0), want)
-        again = export_blocks(receiver, "b", [0], range(90), more=True)
+        again = export_blocks(receiver, "b", [0], range(120), more=True)
         assert torch.equal(again.tensors()["layers.1.v_scales"].float(), blocks.tensors()["layers.1.v_scales"].float())
-    linear = export_blocks(prefilled(model, recipe="nvfp4-plain"), "a")
+    linear = export_blocks(prefilled(model, recipe=recipe), "a")
     with pytest.raises(ValueError, match="larger than the 4-token layout"):
-        import_blocks(pool_of(model, 32, "nvfp4-plain", v_scale_layout="4token"), linear)
+        import_blocks(pool_of(model, 32, recipe, v_scale_layout="4token"), linear)
 
 
 def test_a_pool_takes_no_other_scales(model):
@@ -202,9 +209,105 @@ def test_a_pool_without_room_changes_nothing(model):
         import_blocks(receiver, blocks[3])
     receiver.free(0)
     receiver._free_pages, kept = receiver._free_pages[:2], receiver._free_pages
-    with pytest.raises(RuntimeError, match="6 pages are needed and 2 are free"):
+    with pytest.raises(RuntimeError, match="8 pages are needed and 2 are free"):
         import_blocks(receiver, blocks[3])
-    assert (receiver.rows, len(kept)) == ([1, 2], 28)
+    assert (receiver.rows, len(kept)) == ([1, 2], 24)
+
+
+def stored(cache, rows=None):
+    """All codes and scales of some rows in interchange form, whatever pages they lie in."""
+    rows = cache.rows if rows is None else rows
+    length = cache.length(rows[0]) if isinstance(cache, PagedNVFP4Cache) else int(cache.get_seq_length())
+    return export_blocks(cache, "all", rows, range(length), more=True).tensors()
+
+
+def tokens_sent(blocks, layer=0):
+    """Of how many tokens the K and V of a layer travel as codes."""
+    return [blocks.tensors()[f"layers.{layer}.{name}_data"].shape[2] for name in "kv"]
+
+
+def calibrated(layers=2, dim=64):
+    torch.manual_seed(0)
+    known = [
+        LayerCalibration(k_bias=torch.randn(2, dim), v_bias=torch.randn(2, dim), k_factors=torch.rand(2, dim) + 0.5)
+        for _ in range(layers)
+    ]
+    return get_recipe("nvfp4-max", calibration=known)
+
+
+CODES_LEFT_OUT = {
+    # recipe, codes of K and V that travel of 120 tokens: all but those of the exact window
+    "nvfp4": (get_recipe("nvfp4", exact_window=64), [56, 56]),
+    "nvfp4-max": (calibrated(), [120, 56]),
+    "k8v4": (get_recipe("k8v4", exact_window=64), [56, 56]),
+    "block-fp4": (get_recipe("block-fp4", exact_window=64, k_bias="prompt"), [56, 56]),
+    "K exact": (get_recipe("nvfp4", exact_window=64, k_format="exact"), [56, 56]),
+    "nvfp4-plain": (get_recipe("nvfp4-plain"), [120, 120]),
+    "sinks alone": (get_recipe("nvfp4", exact_window=0), [120, 120]),
+    "a window of all": (get_recipe("nvfp4", exact_window=128), [4, 4]),
+    "a window of all, no sinks": (get_recipe("nvfp4", exact_window=128, num_sink_tokens=0), [0, 0]),
+}
+
+
+@pytest.mark.parametrize(("recipe", "sent"), CODES_LEFT_OUT.values(), ids=CODES_LEFT_OUT)
+def test_codes_that_follow_from_exact_values_stay_behind(model, recipe, sent):
+    """Whatever the receiver's form, it stores the sender's bytes."""
+    cache = prefilled(model, 160, recipe, tokens=120)
+    blocks = export_blocks(cache, "a")
+    assert tokens_sent(blocks) == tokens_sent(blocks, 1) == sent
+    want = stored(cache)
+    for receiver in (NVFP4Cache(model.config, 256, recipe), NVFP4Cache(model.config, None, recipe)):
+        import_blocks(receiver, blocks)
+        got = stored(receiver)
+        assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    pool = pool_of(model, 32, recipe)
+    (row,) = import_blocks(pool, export_blocks(cache, "b", [1]))
+    got = stored(pool, [row])
+    assert all(torch.equal(got[name], want[name][1:]) for name in want)
+    assert tokens_sent(export_blocks(pool, "c", [row])) == sent
+
+
+@pytest.mark.parametrize(
+    ("padding", "crop", "more", "sent"),
+    [
+        # 120 tokens, the last 64 of which are exact; the ring has 80 slots.
+        (0, 0, 0, 56),
+        (50, 0, 0, 56),
+        (70, 0, 0, 74),  # the padded row keeps its first four apart
+        (0, 16, 0, 40),
+        (0, 20, 0, 40),  # what the ring held no longer reaches back 64 tokens
+        (0, 20, 30, 66),
+        (0, 119, 0, 1),
+        (0, 119, 3, 4),
+        (70, 49, 0, 71),
+    ],
+)
+def test_codes_after_padding_crops_and_what_came_then(model, padding, crop, more, sent):
+    cache = prefilled(model, 160, get_recipe("nvfp4", exact_window=64), tokens=120, padding=padding)
+    cache.crop(-crop)
+    if more:
+        decode(model, cache, steps=more)
+    blocks, want = export_blocks(cache, "a"), stored(cache)
+    assert tokens_sent(blocks) == [sent, sent]
+    other = NVFP4Cache(model.config, 256, get_recipe("nvfp4", exact_window=64))
+    import_blocks(other, blocks)
+    got = stored(other)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert torch.equal(decode(model, other, padding=padding), decode(model, cache, padding=padding))
+
+
+def test_bytes_of_another_quantiser_travel(model):
+    """One code of a token that is also exact, and one in its block scale, which the receiver is told."""
+    cache = prefilled(model)
+    cache.layers[0].storage.k_data[1, 0, 60, 0] ^= 1
+    cache.layers[1].storage.v_scales[0, 1, 70, 2] += 1
+    blocks, want = export_blocks(cache, "a"), stored(cache)
+    few = tokens_sent(export_blocks(prefilled(model), "b"))
+    assert tokens_sent(blocks) == [120, few[1]] and tokens_sent(blocks, 1) == [few[0], 120]
+    other = NVFP4Cache(model.config, 128)
+    import_blocks(other, blocks)
+    got = stored(other)
+    assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def heads(cache):
@@ -222,6 +325,7 @@ def test_ranks_of_another_number(senders, receivers):
     k, v = torch.randn(1, 4, 70, 64), torch.randn(1, 4, 70, 64)
     whole = NVFP4Cache(config, 96)
     whole.update(k, v, 0)
+    where = whole.layers[0].positions
     caches = [NVFP4Cache(config, 96, tp_rank=rank, tp_size=senders) for rank in range(senders)]
     for cache in caches:
         mine = cache.shard.heads(4)
@@ -242,7 +346,7 @@ def test_ranks_of_another_number(senders, receivers):
             for name in got:
                 part = want[name][mine.start : mine.stop]
                 if name in ("k_exact", "v_exact"):
-                    held = [*range(4), *[4 + p % 80 for p in range(6, 70)]]
+                    held = [*range(4), *[4 + p % where.ring for p in range(max(4, 70 - where.window), 70)]]
                     assert torch.equal(got[name][:, :, held], part[:, :, held])
                 else:
                     tokens = 70 if got[name].ndim == 4 else None
@@ -291,7 +395,7 @@ def parts(cache):
     return [
         export_blocks(cache, "a", tokens=range(0, 32), more=True),
         export_blocks(cache, "a", tokens=range(32, 64), more=True),
-        export_blocks(cache, "a", tokens=range(64, 90)),
+        export_blocks(cache, "a", tokens=range(64, 120)),
     ]
 
 
@@ -309,7 +413,7 @@ def alter_header(messages):
 
 
 def call_it_newer(messages):
-    messages[0].header["version"] = 2
+    messages[0].header["version"] = 3
 
 
 FAULTS = {
@@ -317,11 +421,11 @@ FAULTS = {
     "dropped middle": (lambda m: [m[0], m[2]], "are missing: tokens 32 to 63"),
     "dropped last": (lambda m: m[:2], "the last blocks of 'a' are missing: tokens from 64"),
     "duplicated": (lambda m: [*m, m[1]], "came twice: tokens 32 to 63"),
-    "duplicated last": (lambda m: [*m, m[2]], "came twice: tokens 64 to 89"),
+    "duplicated last": (lambda m: [*m, m[2]], "came twice: tokens 64 to 119"),
     "altered": (lambda m: alter_payload(m) or m, "were altered"),
     "in another order": (lambda m: swap_words(m) or m, "were altered"),
     "header altered": (lambda m: alter_header(m) or m, "were altered"),
-    "newer": (lambda m: call_it_newer(m) or m, "of version 2; this package reads version 1"),
+    "newer": (lambda m: call_it_newer(m) or m, "of version 3; this package reads version 2"),
     "none": (lambda m: [], "no blocks were given"),
     "no blocks": (lambda m: [Blocks({"format": "pt"}, m[0].payload)], "format is 'pt'"),
 }
@@ -348,7 +452,7 @@ def test_messages_of_another_hand_over_are_refused(model):
         import_blocks(cache, [mine[0], fewer_rows, mine[2]])
     with pytest.raises(ValueError, match="recipe of layer 0 is"):
         import_blocks(NVFP4Cache(model.config, 128, "nvfp4-plain"), mine)
-    with pytest.raises(ValueError, match="90 tokens exceed max_cache_len=64"):
+    with pytest.raises(ValueError, match="120 tokens exceed max_cache_len=64"):
         import_blocks(NVFP4Cache(model.config, 64), mine)
     with pytest.raises(ValueError, match="it has 2 layers, the cache 3"):
         import_blocks(NVFP4Cache(llama(num_hidden_layers=3).config, 128), mine)
@@ -358,10 +462,10 @@ def test_messages_of_another_hand_over_are_refused(model):
 
 def test_what_cannot_be_exported_is_named(model, monkeypatch):
     cache = prefilled(model)
-    with pytest.raises(ValueError, match="must reach the row's end at 90, not 64"):
+    with pytest.raises(ValueError, match="must reach the row's end at 120, not 64"):
         export_blocks(cache, "a", tokens=range(64))
-    with pytest.raises(ValueError, match="within the 90 that are stored"):
-        export_blocks(cache, "a", tokens=range(91), more=True)
+    with pytest.raises(ValueError, match="within the 120 that are stored"):
+        export_blocks(cache, "a", tokens=range(121), more=True)
     with pytest.raises(ValueError, match="row 2 is not in use"):
         export_blocks(cache, "a", rows=[2])
     with pytest.raises(ValueError, match="nothing to hand over"):

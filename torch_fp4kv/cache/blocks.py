@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 FORMAT = "torch_fp4kv.blocks"
-VERSION = 1
+VERSION = 2
 
 _MAGIC = 0x6670346B76_0001
 _WORD = 8

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..ops.format.layout import from_packed, to_packed, v_scales_from_4token, v_scales_to_4token
 from ..recipe import Recipe
 from .blocks import Blocks
+from .codes import last_data
 from .contents import Contents, make_room
 from .hf import NVFP4Cache
 from .paged import PagedNVFP4Cache, PagedPositions
@@ -161,31 +162,38 @@ class _Layer:
             "first": first,
         }
         pages, offsets = self._slots(index, first, tokens.stop)
+        exact, exact_from = {}, tokens.stop
+        if last and storage.k_exact is not None:
+            # The ring's slack, there for a crop, stays behind.
+            held = positions.held_from[index].clamp(min=tokens.stop - positions.window)
+            facts["held_from"] = held.tolist()
+            slots = self._exact_slots(int(held.min()), tokens.stop, index.device)
+            exact = {name: getattr(storage, f"{name}_exact")[index][:, :, slots] for name in _PARTS}
+            in_ring = torch.maximum(held, positions.starts[index] + storage.recipe.num_sink_tokens)
+            exact_from = min(max(first, int(in_ring.max())), tokens.stop)
         tensors = {}
         for name in _PARTS:
             data, scales = getattr(storage, f"{name}_data"), getattr(storage, f"{name}_scales")
-            found = data[pages, :, offsets].transpose(1, 2).contiguous()
-            tensors[f"{name}_data"] = to_packed(found) if scales is not None else found
+            new, new_scales = data[pages, :, offsets].transpose(1, 2).contiguous(), None
             if scales is not None:
                 if name == "v" and storage.v_scale_layout == "4token":
                     used, place = pages.unique(return_inverse=True)
-                    found = v_scales_from_4token(scales[used])[place, :, offsets]
+                    new_scales = v_scales_from_4token(scales[used])[place, :, offsets]
                 else:
-                    found = scales[pages, :, offsets]
-                found = found.transpose(1, 2).contiguous()
+                    new_scales = scales[pages, :, offsets]
+                new_scales = new_scales.transpose(1, 2).contiguous()
+            if exact:
+                # What follows from the exact values is left out, unless another library wrote other bytes.
+                rest = last_data(storage, name, tokens.stop - exact_from, exact[name], new_scales, slice(None))
+                if rest is not None and torch.equal(rest, new[:, :, exact_from - first :]):
+                    new = new[:, :, : exact_from - first]
+            tensors[f"{name}_data"] = new if new_scales is None else to_packed(new)
+            if new_scales is not None:
                 is_e4m3 = getattr(storage.recipe, f"{name}_format") == "nvfp4"
-                tensors[f"{name}_scales"] = found.view(torch.float8_e4m3fn) if is_e4m3 else found
+                tensors[f"{name}_scales"] = new_scales.view(torch.float8_e4m3fn) if is_e4m3 else new_scales
         if last:
-            for name in _HEAD_TENSORS:
-                if getattr(storage, name) is not None:
-                    tensors[name] = getattr(storage, name)
-            if storage.k_exact is not None:
-                # The ring's slack, there for a crop, stays behind.
-                held = positions.held_from[index].clamp(min=tokens.stop - positions.window)
-                facts["held_from"] = held.tolist()
-                slots = self._exact_slots(int(held.min()), tokens.stop, index.device)
-                for name in _PARTS:
-                    tensors[f"{name}_exact"] = getattr(storage, f"{name}_exact")[index][:, :, slots]
+            tensors.update({name: x for name in _HEAD_TENSORS if (x := getattr(storage, name)) is not None})
+            tensors.update({f"{name}_exact": x for name, x in exact.items()})
         return facts, tensors
 
     def write(self, rows: list[int], message: _Message) -> None:
@@ -200,25 +208,33 @@ class _Layer:
         target = slice(both.start - self.heads.start, both.stop - self.heads.start)
         index = torch.tensor(rows, device=positions.lengths.device)
         pages, offsets = self._slots(index, facts["first"], message.stop)
+        storage.set_rotated(facts["rotated"])
+        for name in _HEAD_TENSORS:
+            if name in tensors:
+                getattr(storage, name)[target] = tensors[name][source].to(index.device)
         for name in _PARTS:
             data, scales = getattr(storage, f"{name}_data"), getattr(storage, f"{name}_scales")
-            new = tensors[f"{name}_data"] if scales is None else from_packed(tensors[f"{name}_data"])
-            data[pages, target, offsets] = new[:, source].transpose(1, 2).to(data.device)
+            new, new_scales = tensors[f"{name}_data"], None
+            new = (new if scales is None else from_packed(new))[:, source].to(data.device)
             if scales is not None:
-                new = tensors[f"{name}_scales"].view(torch.uint8)[:, source].transpose(1, 2).to(data.device)
+                new_scales = tensors[f"{name}_scales"].view(torch.uint8)[:, source].to(data.device)
+                by_slot = new_scales.transpose(1, 2)
                 if name == "v" and storage.v_scale_layout == "4token":
                     used, place = pages.unique(return_inverse=True)
                     linear = v_scales_from_4token(scales[used])
-                    linear[place, target, offsets] = new
+                    linear[place, target, offsets] = by_slot
                     scales[used] = v_scales_to_4token(linear)
                 else:
-                    scales[pages, target, offsets] = new
+                    scales[pages, target, offsets] = by_slot
+            left_out = pages.shape[1] - new.shape[2]
+            if left_out:
+                exact = tensors[f"{name}_exact"][:, source].to(data.device)
+                rest = last_data(storage, name, left_out, exact, new_scales, target)
+                assert rest is not None
+                new = torch.cat([new, rest], 2)
+            data[pages, target, offsets] = new.transpose(1, 2)
         if message.more:
             return
-        storage.set_rotated(facts["rotated"])
-        for name in _HEAD_TENSORS:
-            if getattr(storage, name) is not None:
-                getattr(storage, name)[target] = tensors[name][source].to(data.device)
         if storage.k_exact is not None:
             slots = self._exact_slots(min(facts["held_from"]), message.stop, index.device)
             for name in _PARTS:

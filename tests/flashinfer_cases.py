@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import oracle
@@ -127,6 +128,40 @@ PREFILLS = {
     "prefill, window": {"queries": 20, "lengths": (37, 96, 20), "new": True, "window": 9},
     "prefill, soft-cap": {"queries": 5, "lengths": (37, 0, 20), "new": True, "softcap": 1.5},
 }
+
+
+EXACT: dict[str, dict[str, Any]] = {
+    "no sinks": {"num_sink_tokens": 0},
+    "sinks": {"num_sink_tokens": 4},
+    "sinks in one page": {"num_sink_tokens": 16},
+    "odd sinks, pages of 64": {"num_sink_tokens": 3, "page_size": 64, "capacity": 128, "lengths": (37, 128, 70)},
+    "rows of sinks alone": {"num_sink_tokens": 4, "lengths": (3, 96, 0)},
+    "transformed and shifted K and V": {"num_sink_tokens": 16, "v_bias": V_BIAS, **CASES["transformed and shifted K"]},
+    "sink logits": {"num_sink_tokens": 16, "sink_logits": SINKS, "lengths": (37, 96, 0)},
+}
+
+
+def make_exact(v_scale_layout: str, *, num_sink_tokens: int, recent: int = 11, **options: Any) -> AttentionCall:
+    """A call of `make` with `num_sink_tokens` sinks and `recent` tokens in exact copies, which differ from what is
+    stored as much as two tokens do, and of which a kernel reads none from storage."""
+    call = make(v_scale_layout, num_sink_tokens=num_sink_tokens, **options)
+    batch, kv_heads = call.q.shape[0], call.num_kv_heads
+    shape = (batch, kv_heads, num_sink_tokens + recent + 1, call.head_dim)
+    per_head = call.v_global[:, None, None] / call.v_global.max()
+    return replace(
+        call,
+        k_exact=torch.randn(shape).bfloat16(),
+        v_exact=(torch.randn(shape) * 0.05 * per_head).bfloat16(),
+        exact_from=(call.lengths - recent).clamp(min=0),
+    )
+
+
+def exact_combinations() -> Iterator[Any]:
+    for name in support.JOINS_EXACT:
+        for case, options in EXACT.items():
+            whole_pages = options["num_sink_tokens"] % options.get("page_size", 16) == 0
+            if whole_pages or not support.KERNELS[name].needs_table:
+                yield pytest.param(name, options, id=f"{name.removeprefix('flashinfer-')}-{case}")
 
 
 def combinations() -> Iterator[Any]:

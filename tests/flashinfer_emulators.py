@@ -123,11 +123,13 @@ def attend(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
     round_weights: Callable[[Tensor], Tensor] = lambda p: p,
-) -> Tensor:
-    """float64 `[B, L, Hq, D]` of `q` `[B, L, Hq, D]` over pages `[P, H, T, D]`; the L queries end at each length."""
+) -> tuple[Tensor, Tensor]:
+    """float64 `[B, L, Hq, D]` of `q` `[B, L, Hq, D]` over pages `[P, H, T, D]`, and its log-sum-exp `[B, L, Hq]`, of
+    base 2; the L queries end at each length."""
     batch, queries, heads, d = q.shape
     kv_heads, size = k_pages.shape[1:3]
     out = torch.zeros(batch, queries, heads, d, dtype=torch.float64)
+    lse = torch.zeros(batch, queries, heads, dtype=torch.float64)
     for b in range(batch):
         length = int(lengths[b])
         assert 0 < queries <= length <= table.shape[1] * size
@@ -153,7 +155,8 @@ def attend(
         if sinks is not None:
             total = total + torch.exp(sinks.double()[:, None, None] - top)
         out[b] = (round_weights(weights) @ v / total).transpose(0, 1)
-    return out
+        lse[b] = ((top + total.log()) / math.log(2)).squeeze(-1).T
+    return out, lse
 
 
 def _kv(arguments: dict[str, Any], cache: str, scales: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -202,7 +205,7 @@ def trtllm_decode(a: dict[str, Any]) -> Tensor:
         assert all(stride % 16 == 0 for stride in data.stride()[:2])
         assert data.stride(0) >= data.stride(1) >= data.stride(2)
         assert 2 * data.stride(0) < 2**31
-    result = attend(
+    result, _ = attend(
         query.double().view(batch, length, *query.shape[1:]),
         e4m3(decode(k, k_scales)),
         e4m3(decode(v, linear_from_4token(v_scales))),
@@ -229,7 +232,7 @@ def prims_ts_decode(a: dict[str, Any]) -> Tensor:
     assert not a["workspace_buffer"].any()
     assert a["mask_type"] == "causal" or (length == 1 and a["window_left"] < 0)
     k, v, k_scales, v_scales = _kv(a, "paged_kv_cache", "kv_scale_factors")
-    result = attend(
+    result, lse = attend(
         query.double().view(-1, length, *query.shape[-2:]),
         decode(k, k_scales),
         decode(v, linear_from_4token(v_scales)),
@@ -242,6 +245,11 @@ def prims_ts_decode(a: dict[str, Any]) -> Tensor:
         round_weights=_bf16,
     )
     out.copy_((result * a["output_scale"]).view(out.shape))
+    if a["lse"] is not None:
+        assert a["lse"].shape == query.shape[:-1]
+        assert a["lse"].is_contiguous()
+        assert a["lse_mode"] == "base2"
+        a["lse"].copy_(lse.view(a["lse"].shape))
     return out
 
 
@@ -260,7 +268,7 @@ def xqa_decode(a: dict[str, Any]) -> Tensor:
         assert all(stride % row == 0 for stride in data.stride()[:3])
     kv_scale = a["bmm2_scale"] * a["o_scale"]
     q_scale = a["bmm1_scale"] / kv_scale * d**0.5
-    result = attend(
+    result, _ = attend(
         query.double().unsqueeze(1),
         decode(k, k_scales),
         decode(v, v_scales),
@@ -297,7 +305,7 @@ def _fa2(calls: list[dict[str, Any]]) -> type:
             self.planned = dict(bound.arguments)
             calls.append(self.planned)
 
-        def run(self, *args: Any, **kwargs: Any) -> Tensor:
+        def run(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
             bound = run.bind(self, *args, **kwargs)
             bound.apply_defaults()
             calls.append(dict(bound.arguments))
@@ -310,12 +318,12 @@ def _fa2(calls: list[dict[str, Any]]) -> type:
                 k, v = decode(k, k_scales), decode(v, v_scales)
             k, v = (x.double() if self.layout == "HND" else x.double().transpose(1, 2) for x in (k, v))
             assert p["page_size"] == k.shape[2]
-            out = torch.empty_like(q)
+            out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
             for b in range(len(p["qo_indptr"]) - 1):
                 first, end = p["qo_indptr"][b : b + 2].tolist()
                 pages = p["paged_kv_indices"][slice(*p["paged_kv_indptr"][b : b + 2].tolist())]
                 length = (len(pages) - 1) * p["page_size"] + int(p["paged_kv_last_page_len"][b])
-                result = attend(
+                result, own_lse = attend(
                     q[None, first:end],
                     k,
                     v,
@@ -327,8 +335,9 @@ def _fa2(calls: list[dict[str, Any]]) -> type:
                     softcap=p["logits_soft_cap"],
                     round_weights=_bf16,
                 )
-                out[first:end] = result[0]
-            return out
+                out[first:end], lse[first:end] = result[0], own_lse[0]
+            lse *= {"log2": 1.0, "ln": math.log(2)}[r["lse_base"]]
+            return (out, lse) if r["return_lse"] else out
 
     return Wrapper
 

@@ -14,9 +14,23 @@ from typing import Any
 from unittest import mock
 
 import flashinfer_emulators as emulators
+import oracle
 import pytest
 import torch
-from flashinfer_cases import BOUNDS, LAYOUT, PREFILLS, SINKS, V_BIAS, combinations, error, make
+from flashinfer_cases import (
+    BOUNDS,
+    CASES,
+    EXACT,
+    LAYOUT,
+    PREFILLS,
+    SINKS,
+    V_BIAS,
+    combinations,
+    error,
+    exact_combinations,
+    make,
+    make_exact,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +38,7 @@ import torch_fp4kv
 from torch_fp4kv import doctor
 from torch_fp4kv.ops import backends
 from torch_fp4kv.ops.call import AppendCall, AttentionCall
-from torch_fp4kv.ops.flashinfer import append, fa2, materialize, paged, quantize, support, trtllm_gen
+from torch_fp4kv.ops.flashinfer import append, exact, fa2, materialize, paged, quantize, support, trtllm_gen
 from torch_fp4kv.ops.format import layout
 
 CUDA = torch.device("cuda", 0)
@@ -56,6 +70,11 @@ def gpu(capability: tuple[int, int], **changes: Any) -> Iterator[None]:
 
 def emulated(name: str, call: AttentionCall) -> tuple[Tensor, list[dict[str, Any]]]:
     """Output of backend `name` over emulated kernels, and what they were called with."""
+    out, _, calls = emulated_with_lse(name, call)
+    return out, calls
+
+
+def emulated_with_lse(name: str, call: AttentionCall) -> tuple[Tensor, Tensor | None, list[dict[str, Any]]]:
     calls: list[dict[str, Any]] = []
     empty = torch.empty
 
@@ -65,10 +84,10 @@ def emulated(name: str, call: AttentionCall) -> tuple[Tensor, list[dict[str, Any
 
     with emulators.installed(calls), gpu((12, 0)), mock.patch.object(torch, "empty", poisoned):
         out, lse = backends.attention_module(name).run(call)
-    assert lse is None
+    assert (lse is not None) == call.return_lse
     assert out.dtype == call.result_dtype
     assert out.is_contiguous()
-    return out, calls
+    return out, lse, calls
 
 
 @pytest.mark.parametrize(("name", "options"), list(combinations()))
@@ -134,6 +153,73 @@ def test_a_planted_mistake_is_seen(package: None, mutate: Callable[[AttentionCal
     call = make(LAYOUT[name], **(PREFILLS["prefill"] if support.KERNELS[name].new_tokens else {}))
     out, _ = emulated(name, mutate(call))
     assert error(out, call) > 2 * BOUNDS[name]
+
+
+LSE = [
+    pytest.param(name, options, id=f"{name.removeprefix('flashinfer-')}-{case}")
+    for name, kernel in support.KERNELS.items()
+    if kernel.lse
+    for case, options in (
+        {"prefill": PREFILLS["prefill"], "row without tokens": PREFILLS["prefill, soft-cap"]}
+        if kernel.new_tokens
+        else {key: CASES[key] for key in ("one query", "row without tokens", "transformed and shifted K")}
+        | ({"sinks": CASES["sinks"]} if kernel.sinks else {})
+        | {"three queries": {"queries": 3, "lengths": (37, 96, 3)}}
+    ).items()
+]
+
+
+@pytest.mark.parametrize(("name", "options"), LSE)
+def test_log_sum_exps_are_natural_ones_of_the_scores(package: None, name: str, options: dict[str, Any]) -> None:
+    call = make(LAYOUT[name], return_lse=True, **options)
+    assert support.attention_unsupported(name, call) is None
+    out, lse, _ = emulated_with_lse(name, call)
+    _, expected = oracle.attend(call)
+    assert lse is not None
+    assert lse.dtype == torch.float32
+    unseen = expected == -torch.inf
+    assert torch.equal(lse == -torch.inf, unseen)
+    assert float((lse - expected)[~unseen].abs().max()) < 0.3 * BOUNDS[name] * float(expected[~unseen].abs().max())
+    assert error(out, call) < BOUNDS[name]
+
+
+@pytest.mark.parametrize(("name", "options"), list(exact_combinations()))
+def test_exact_copies_join_what_a_kernel_reads(package: None, name: str, options: dict[str, Any]) -> None:
+    call = make_exact(LAYOUT[name], return_lse=True, **options)
+    assert support.attention_unsupported(name, call) is None
+    out, lse, _ = emulated_with_lse(name, call)
+    assert error(out, call) < BOUNDS[name]
+    _, expected = oracle.attend(call)
+    assert lse is not None
+    unseen = expected == -torch.inf
+    assert torch.equal(lse == -torch.inf, unseen)
+    assert float((lse - expected)[~unseen].abs().max()) < 0.3 * BOUNDS[name] * float(expected[~unseen].abs().max())
+
+
+def stored_mistakes() -> dict[str, Callable[[AttentionCall], AttentionCall]]:
+    def sinks_twice(call: AttentionCall) -> AttentionCall:
+        return exact_stored(replace(call, num_sink_tokens=0))
+
+    def window_twice(call: AttentionCall) -> AttentionCall:
+        return exact_stored(replace(call, exact_from=call.lengths))
+
+    def bias_lost(call: AttentionCall) -> AttentionCall:
+        return exact_stored(replace(call, stored_bias=None))
+
+    def heads_crossed(call: AttentionCall) -> AttentionCall:
+        right = exact_stored(call)
+        return replace(right, k_data=right.k_data.flip(1))
+
+    exact_stored = exact.stored
+    return {f.__name__: f for f in (sinks_twice, window_twice, bias_lost, heads_crossed)}
+
+
+@pytest.mark.parametrize("mistake", stored_mistakes())
+def test_a_mistake_in_what_is_left_to_the_kernel_is_seen(package: None, mistake: str) -> None:
+    call = make_exact("linear", **EXACT["transformed and shifted K and V"])
+    with mock.patch.object(exact, "stored", stored_mistakes()[mistake]):
+        out, _ = emulated("flashinfer-fa2", call)
+    assert error(out, call) > 2 * BOUNDS["flashinfer-fa2"]
 
 
 def test_a_query_without_its_e4m3_scale_is_seen(package: None) -> None:
@@ -369,6 +455,8 @@ def test_without_flashinfer_the_others_serve_and_say_why(changes: dict[str, Any]
             backends.choose("attention", CUDA, "flashinfer-xqa", PLAIN)
 
 
+EXACT_OPTIONS: dict[str, Any] = {"k_exact": NEW, "v_exact": NEW, "exact_from": torch.zeros(3, dtype=torch.int32)}
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "sinks on FA2": ("flashinfer-fa2", {"sink_logits": SINKS}, "ignores sink logits without an error"),
     "soft-cap on XQA": ("flashinfer-xqa", {"softcap": 30.0}, "has no soft-cap"),
@@ -391,12 +479,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "log-sum-exp": ("flashinfer-xqa", {"return_lse": True}, "gives no log-sum-exp"),
     "sink and bias": ("flashinfer-xqa", {"sink_logits": SINKS, "v_bias": V_BIAS}, "a constant in every score"),
     "negative scale": ("flashinfer-xqa", {"scale": -1.0}, "must be positive"),
-    "exact window": ("flashinfer-xqa", {"k_exact": NEW, "v_exact": NEW}, "nor join the two by a log-sum-exp"),
+    "exact window": ("flashinfer-xqa", {"k_exact": NEW, "v_exact": NEW}, "has no log-sum-exp"),
+    "exact window, trtllm-gen": ("flashinfer-trtllm-gen", {"k_exact": NEW, "v_exact": NEW}, "has no log-sum-exp"),
+    "exact, sinks in a page": ("flashinfer-prims-ts", {**EXACT_OPTIONS, "num_sink_tokens": 4}, "the 4 sinks must fill"),
+    "exact, window": ("flashinfer-fa2", {**EXACT_OPTIONS, "window": 20}, "without a window"),
+    "exact, two new tokens": ("flashinfer-fa2", {**EXACT_OPTIONS, "queries": 2}, "for one new token a row"),
+    "exact, static cache": ("flashinfer-fa2", {**EXACT_OPTIONS, "page_size": None}, "behind a block table"),
+    "exact, prefill": ("flashinfer-dequantize", {**EXACT_OPTIONS, "new": True}, "cannot leave out stored tokens"),
     "prefill without its tokens": ("flashinfer-dequantize", {}, "is for prefills that bring their own tokens"),
     "prefill, static cache": ("flashinfer-dequantize", {"new": True, "page_size": None}, "behind a block table only"),
     "prefill, bias": ("flashinfer-dequantize", {"new": True, "v_bias": V_BIAS}, "must meet the same query"),
     "prefill, V's order": ("flashinfer-materialize-fp8", {"new": True, "v_scale_layout": "linear"}, "as '4token'"),
-    "prefill on FA2": ("flashinfer-fa2", {"new": True}, "nor join the two by a log-sum-exp"),
+    "prefill on FA2": ("flashinfer-fa2", {"new": True}, "reads the call's own tokens from storage only"),
     "no query": ("flashinfer-xqa", {"queries": 0}, "there is no query"),
 }
 
@@ -481,14 +575,16 @@ def test_a_model_decodes_over_it(package: None, name: str, monkeypatch: pytest.M
 def test_doctor_notes_what_flashinfer_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(support.FAST_MATH_OFF, raising=False)
     with gpu((10, 0)):
-        fast_math, pools, windows = doctor._flashinfer_notes([CUDA])
+        fast_math, pools, windows, by_name = doctor._flashinfer_notes([CUDA])
     assert "use fast math" in fast_math
     assert "v_scale_layout='4token'" in pools
     assert "exact window (the default recipe)" in windows
+    assert by_name.endswith("goes by name to flashinfer-prims-ts or flashinfer-fa2 too")
     monkeypatch.setenv(support.FAST_MATH_OFF, "1")
     with gpu((9, 0)):
         assert doctor._flashinfer_notes([CUDA]) == [
-            "FlashInfer's quantisers, used by name only, use exact math (FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1)"
+            "FlashInfer's quantisers, used by name only, use exact math (FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1)",
+            "cuda:0: decode over an exact window in a paged cache goes by name to flashinfer-fa2 too",
         ]
     with gpu((9, 0), version=lambda: None):
         assert doctor._flashinfer_notes([CUDA]) == []

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import oracle
 import pytest
 import torch
-from flashinfer_cases import BOUNDS, combinations, error, make
+from flashinfer_cases import BOUNDS, combinations, error, exact_combinations, make, make_exact
 from torch import Tensor
 
 import torch_fp4kv
@@ -42,6 +43,21 @@ def run(name: str, call: AttentionCall) -> Tensor:
 def test_a_kernel_gives_the_reference_s_numbers(name: str, options: dict[str, Any]) -> None:
     call = make(support.KERNELS[name].v_scale_layout, **options)
     assert error(run(name, on_gpu(call)).cpu(), call) < BOUNDS[name]
+
+
+@pytest.mark.parametrize(("name", "options"), list(exact_combinations()))
+def test_exact_copies_join_what_a_kernel_reads(name: str, options: dict[str, Any]) -> None:
+    """And its log-sum-exp is what ours is: natural, with the bias of K in it."""
+    call = make_exact(support.KERNELS[name].v_scale_layout, return_lse=True, **options)
+    reason = support.attention_missing(name, torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(reason)
+    out, lse = backends.attention_module(name).run(on_gpu(call))
+    assert error(out.cpu(), call) < BOUNDS[name]
+    _, expected = oracle.attend(call)
+    unseen = expected == -torch.inf
+    assert torch.equal(lse.cpu() == -torch.inf, unseen)
+    assert float((lse.cpu() - expected)[~unseen].abs().max()) < 0.05
 
 
 @pytest.mark.parametrize("name", [name for name in BOUNDS if support.KERNELS[name].capture])

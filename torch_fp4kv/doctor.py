@@ -249,6 +249,11 @@ def _flashinfer_notes(devices: list[torch.device]) -> list[str]:
                 f"{device}: caches with an exact window (the default recipe) and prefills are served by our own "
                 "kernels: FlashInfer's XQA has no log-sum-exp to join two parts with, trtllm-gen's output is E4M3"
             )
+        able = [n for n in flashinfer.JOINS_EXACT if flashinfer.attention_missing(n, device) is None]
+        if able:
+            notes.append(
+                f"{device}: decode over an exact window in a paged cache goes by name to {' or '.join(able)} too"
+            )
     return notes
 
 

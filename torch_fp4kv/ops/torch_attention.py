@@ -138,6 +138,12 @@ class RunningSoftmax:
         self.total = queries.q.new_zeros(shape)
         self.weighted = queries.q.new_zeros((*shape, queries.call.v_head_dim))
 
+    def resume(self, out: Tensor, lse: Tensor) -> None:
+        """Begins with what another kernel made of some tokens: `out` `[B, Hq, L, Dv]`, `lse` `[B, Hq, L]`, float32."""
+        self.top = lse.view(self.top.shape)
+        self.total = (self.top > float("-inf")).to(self.top.dtype)
+        self.weighted = out.view(self.weighted.shape) * self.total.unsqueeze(-1)
+
     def add(self, k: Tensor, v: Tensor, positions: Tensor, present: Tensor, *, stored: bool) -> None:
         """Folds the tokens of a `Tile` in."""
         scores = self.queries.scores(k, positions, present, stored)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from . import support
 from .fa2 import attend
-from .paged import on, paged, unfold_output
+from .paged import on, paged
 
 NAME = "flashinfer-dequantize"
 
@@ -24,7 +24,7 @@ def unsupported(call: AttentionCall) -> str | None:
     return support.attention_unsupported(NAME, call)
 
 
-def run(call: AttentionCall) -> tuple[Tensor, None]:
+def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Serves a call for which `unsupported` is None."""
     from flashinfer import nvfp4_kv_dequantize_paged
 
@@ -45,4 +45,4 @@ def run(call: AttentionCall) -> tuple[Tensor, None]:
         target[row, position] = (new.to(torch.float32) / per_head).transpose(1, 2).to(target.dtype)
     rows = torch.arange(batch + 1, dtype=torch.int32)
     pages = (rows, rows[:-1].to(device), lengths.to(torch.int32))
-    return unfold_output(call, attend(call, pages, k.shape[1], "NHD", (k, v))), None
+    return attend(call, pages, k.shape[1], "NHD", (k, v))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from . import support
-from .paged import Paged, fold_query, on, paged, scratch, unfold_output, window_left
+from . import exact, support
+from .paged import Paged, fold_query, on, paged, scratch, unfold_lse, unfold_output, window_left
 
 NAME = "flashinfer-fa2"
 WITHOUT_SPLIT_KV = ((12, 0), (12, 1))
@@ -23,12 +23,13 @@ def unsupported(call: AttentionCall) -> str | None:
     return support.attention_unsupported(NAME, call)
 
 
-def run(call: AttentionCall) -> tuple[Tensor, None]:
+def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Serves a call for which `unsupported` is None."""
+    if call.k_exact is not None:
+        return exact.join(call, *run(exact.stored(call)))
     view = paged(call)
     split = support.capability(call.q.device) not in WITHOUT_SPLIT_KV
-    out = attend(call, _pages(view), view.page_size, "HND", view.data, view.scales, split_kv=split)
-    return unfold_output(call, out), None
+    return attend(call, _pages(view), view.page_size, "HND", view.data, view.scales, split_kv=split)
 
 
 def attend(
@@ -39,9 +40,9 @@ def attend(
     data: tuple[Tensor, Tensor],
     scales: tuple[Tensor, Tensor] | None = None,
     split_kv: bool = True,
-) -> Tensor:
-    """`[B · L, Hq, D]`: attention of `call`'s folded query over `data`, NVFP4 with `scales` or 16-bit without; `pages`
-    is `(indptr, indices, last_page_length)` as FlashInfer has it."""
+) -> tuple[Tensor, Tensor | None]:
+    """What `call` asks for, of its folded query over `data`: NVFP4 with `scales`, 16-bit or E4M3 without. `pages` is
+    `(indptr, indices, last_page_length)` as FlashInfer has it."""
     device = call.q.device
     batch, heads, queries, d = call.q.shape
     query = fold_query(call).to(call.q.dtype).view(batch * queries, heads, d)
@@ -62,8 +63,10 @@ def attend(
             kv_data_type=data[0].dtype,
             disable_split_kv=not split_kv,
         )
-        out: Tensor = wrapper.run(query, data, kv_cache_sf=scales)
-    return out
+        out = wrapper.run(query, data, kv_cache_sf=scales, return_lse=call.return_lse, lse_base="ln")
+    if not call.return_lse:
+        return unfold_output(call, out), None
+    return unfold_output(call, out[0]), unfold_lse(call, out[1])
 
 
 def _pages(view: Paged) -> tuple[Tensor, Tensor, Tensor]:

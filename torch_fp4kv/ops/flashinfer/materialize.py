@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from . import support
 from .fa2 import attend
-from .paged import on, paged, unfold_output
+from .paged import on, paged
 
 NAME = "flashinfer-materialize-fp8"
 
@@ -27,7 +27,7 @@ def unsupported(call: AttentionCall) -> str | None:
     return reason
 
 
-def run(call: AttentionCall) -> tuple[Tensor, None]:
+def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Serves a call for which `unsupported` is None."""
     from flashinfer.quantization.kernels import nvfp4_kv_materialize_fp8
 
@@ -58,4 +58,4 @@ def run(call: AttentionCall) -> tuple[Tensor, None]:
     # FlashInfer's page 0 is a page of zeros; the rows' pages follow, one after the other.
     used = torch.arange(1, num_pages + 1, dtype=torch.int32, device=device)
     pages = (indptr, used, lengths - (counts - 1) * size)
-    return unfold_output(call, attend(call, pages, size, "HND", (workspace[:, 0], workspace[:, 1]))), None
+    return attend(call, pages, size, "HND", (workspace[:, 0], workspace[:, 1]))

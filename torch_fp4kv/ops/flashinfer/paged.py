@@ -97,9 +97,25 @@ def unfold_output(call: AttentionCall, out: Tensor) -> Tensor:
     result = out.view(batch, queries, heads, d).to(torch.float32) * _per_query_head(call, call.v_global)
     if call.v_bias is not None:
         result = result + call.v_bias.repeat_interleave(call.group, 0)
-    position = call.lengths[:, None] - queries + torch.arange(queries, device=out.device)
-    result = torch.where((position >= 0)[:, :, None, None], result, 0.0)
+    result = torch.where(_sees_a_token(call)[:, :, None, None], result, 0.0)
     return result.transpose(1, 2).to(call.result_dtype, memory_format=torch.contiguous_format)
+
+
+def unfold_lse(call: AttentionCall, lse: Tensor) -> Tensor:
+    """float32 `[B, Hq, L]` of a kernel's natural `lse` `[B · L, Hq]`: plus what the bias of K adds to every score, and
+    the sink's logit, or -inf, for a query that sees no token."""
+    batch, heads, queries, _ = call.q.shape
+    nothing = float("-inf") if call.sink_logits is None else call.sink_logits.to(torch.float32)[:, None]
+    result = lse.view(batch, queries, heads).transpose(1, 2)
+    if call.stored_bias is not None:
+        result = result + call.stored_bias * call.softmax_scale
+    return torch.where(_sees_a_token(call)[:, None], result, nothing).contiguous()
+
+
+def _sees_a_token(call: AttentionCall) -> Tensor:
+    """bool `[B, L]`."""
+    queries = call.q.shape[2]
+    return call.lengths[:, None] - queries + torch.arange(queries, device=call.q.device) >= 0
 
 
 def _per_query_head(call: AttentionCall, scale: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from . import support
-from .paged import fold_query, on, paged, scratch, sinks, unfold_output, window_left
+from . import exact, support
+from .paged import fold_query, on, paged, scratch, sinks, unfold_lse, unfold_output, window_left
 
 NAME = "flashinfer-prims-ts"
 
@@ -17,8 +19,10 @@ def unsupported(call: AttentionCall) -> str | None:
     return support.attention_unsupported(NAME, call)
 
 
-def run(call: AttentionCall) -> tuple[Tensor, None]:
+def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Serves a call for which `unsupported` is None."""
+    if call.k_exact is not None:
+        return exact.join(call, *run(exact.stored(call)))
     from flashinfer.attention.prims_ts import batch_decode_with_paged_kv_cache, get_prims_ts_batch_decode_workspace_size
 
     view, device = paged(call), call.q.device
@@ -27,6 +31,7 @@ def run(call: AttentionCall) -> tuple[Tensor, None]:
     # One query a row comes without the axis of queries.
     query = query.squeeze(1) if queries == 1 else query
     out = torch.empty_like(query)
+    lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=device) if call.return_lse else None
     mask_type = "dense" if queries == 1 and call.window <= 0 else "causal"
     size = get_prims_ts_batch_decode_workspace_size(
         batch,
@@ -58,9 +63,12 @@ def run(call: AttentionCall) -> tuple[Tensor, None]:
             softmax_scale=call.softmax_scale,
             output_scale=1.0,
             out=out,
+            lse=lse,
             attention_sinks=sinks(call),
             workspace_buffer=scratch(device, size, zeroed=size),
             max_kv_len=view.max_length,
             validate=False,
         )
-    return unfold_output(call, out.view(batch * queries, heads, d)), None
+    # Its log-sum-exp is of base 2.
+    natural = None if lse is None else unfold_lse(call, lse * math.log(2))
+    return unfold_output(call, out.view(batch * queries, heads, d)), natural

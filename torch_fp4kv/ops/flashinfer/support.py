@@ -44,7 +44,8 @@ class Kernel:
         needs_table: takes pages behind a block table only (its TMA descriptors want strides in increasing order,
             which a row of a static cache cut into pages has not).
         new_tokens: is for calls that bring K and V of their own tokens, which the others do not take.
-        sinks, softcap, capture: takes sink logits, a soft-cap, a call inside a CUDA graph's capture.
+        sinks, softcap, lse, capture: takes sink logits, has a soft-cap, gives a log-sum-exp, can be captured in a CUDA
+            graph.
         package: what it needs besides FlashInfer, or "".
         error: relative error (2-norm) of the output that its roundings explain: of 16-bit query, weights and output,
             or of all of them and K and V in E4M3.
@@ -61,6 +62,7 @@ class Kernel:
     new_tokens: bool = False
     sinks: bool = True
     softcap: bool = False
+    lse: bool = False
     capture: bool = True
     package: str = ""
     error: float = 2.0**-7
@@ -84,6 +86,7 @@ KERNELS = {
         v_scale_layout="4token",
         max_queries=16,
         needs_table=True,
+        lse=True,
         package="cutlass",
     ),
     "flashinfer-xqa": Kernel(
@@ -99,6 +102,7 @@ KERNELS = {
         max_queries=ANY,
         sinks=False,
         softcap=True,
+        lse=True,
         capture=False,
     ),
     "flashinfer-dequantize": Kernel(
@@ -110,6 +114,7 @@ KERNELS = {
         new_tokens=True,
         sinks=False,
         softcap=True,
+        lse=True,
         capture=False,
     ),
     "flashinfer-materialize-fp8": Kernel(
@@ -122,12 +127,16 @@ KERNELS = {
         new_tokens=True,
         sinks=False,
         softcap=True,
+        lse=True,
         capture=False,
         package="cutlass",
         error=2.0**-4,
     ),
 }
 """By the name that `backend=` takes."""
+
+JOINS_EXACT = tuple(name for name, kernel in KERNELS.items() if kernel.lse and not kernel.new_tokens)
+"""Those whose log-sum-exp joins tokens with exact copies to what they read (`exact.py`)."""
 
 APPEND_CAPABILITIES = _FA2
 APPEND_HEAD_SIZES = (64, 128, 256, 512)
@@ -208,22 +217,42 @@ def _form_unsupported(kernel: Kernel, call: AttentionCall) -> str | None:
         return "there is no query"
     if (call.k_format, call.v_format) != ("nvfp4", "nvfp4"):
         return f"K and V must be nvfp4, got {call.k_format} and {call.v_format}"
-    if call.k_exact is not None or (call.k_new is not None and not kernel.new_tokens):
-        return "cannot leave out stored tokens that exact ones stand in for, nor join the two by a log-sum-exp"
+    if call.k_new is not None and not kernel.new_tokens:
+        return "reads the call's own tokens from storage only"
     if kernel.new_tokens and call.k_new is None:
         return "is for prefills that bring their own tokens"
+    reason = _exact_unsupported(kernel, call)
+    if reason is not None:
+        return reason
     if kernel.new_tokens and not (call.q_stored is call.stored_bias is call.v_bias is None):
         return "new keys and stored ones must meet the same query, without a bias"
     for tensor, name in ((call.mask, "mask"), (call.starts, "starts"), (call.q_lengths, "q_lengths")):
         if tensor is not None:
             return f"takes no {name}"
-    if call.return_lse:
+    if call.return_lse and not kernel.lse:
         return "gives no log-sum-exp"
     if call.softmax_scale <= 0:
         return f"the softmax scale must be positive, got {call.softmax_scale}"
-    biased = call.stored_bias is not None or call.v_bias is not None
+    biased = (call.stored_bias is not None or call.v_bias is not None) and call.k_exact is None
     if biased and (call.sink_logits is not None or call.softcap > 0):
         return "with a bias, a constant in every score must not matter, as it does under a sink or a soft-cap"
+    return None
+
+
+def _exact_unsupported(kernel: Kernel, call: AttentionCall) -> str | None:
+    """Why the tokens with exact copies cannot join the others (`exact.py`), or None."""
+    if call.k_exact is None:
+        return None
+    if not kernel.lse:
+        return "has no log-sum-exp by which tokens with exact copies could join the others"
+    if kernel.new_tokens:
+        return "cannot leave out stored tokens that exact ones stand in for"
+    if call.q.shape[2] > 1 or call.window > 0 or call.exact_from is None or call.block_table is None:
+        return "takes exact copies for one new token a row without a window, behind a block table"
+    if kernel.needs_table and call.num_sink_tokens % call.page_size:
+        return f"the {call.num_sink_tokens} sinks must fill whole pages of {call.page_size}, which it cannot cut"
+    if len({x.stride() for x in (call.k_data, call.k_scales, call.v_data, call.v_scales) if x is not None}) > 1:
+        return "data and scales must have the same strides, for one table of what is left of their pages"
     return None
 
 
@@ -260,7 +289,7 @@ def _options_unsupported(kernel: Kernel, call: AttentionCall) -> str | None:
         return f"at most {kernel.max_group} query heads a KV head, got {call.group}"
     if queries > 1 and not call.causal:
         return "several new tokens are causal among themselves"
-    if call.sink_logits is not None and not kernel.sinks:
+    if call.sink_logits is not None and not kernel.sinks and call.k_exact is None:
         return "ignores sink logits without an error"
     if call.softcap > 0 and not kernel.softcap:
         return "has no soft-cap"

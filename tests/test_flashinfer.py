@@ -10,6 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -535,24 +536,28 @@ def test_doctor_s_round_trip_goes_through_the_op_and_sees_wrong_numbers(
         assert "is off by" in str(doctor._flashinfer_problem(cpu, name))
 
 
-@pytest.mark.parametrize("name", ["flashinfer-xqa", "flashinfer-trtllm-gen", "flashinfer-prims-ts"])
-def test_a_model_decodes_over_it(package: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caches hand over calls that these kernels serve, and a model's logits follow."""
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [("flashinfer-xqa", 0), ("flashinfer-trtllm-gen", 0), ("flashinfer-prims-ts", 0), ("flashinfer-fa2", 16)],
+)
+def test_a_model_decodes_over_it(package: None, name: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caches hand over calls that these kernels serve, with an exact window or without; a model's logits follow."""
     pytest.importorskip("transformers")
     from hf_models import llama, prompt
 
     torch_fp4kv.register_attention()
     # Scores of a few units: the sharper they are, the more E4M3 of q and k shows.
-    model = llama(initializer_range=0.05).to(torch.bfloat16)
+    model = llama(initializer_range=0.05, head_dim=128 if name == "flashinfer-fa2" else 64).to(torch.bfloat16)
     model.set_attn_implementation("fp4kv")
     ids, logits = prompt(batch=1, tokens=40), {}
+    monkeypatch.setattr(support, "capability", lambda _device: (9, 0))
     monkeypatch.setattr(support, "missing", lambda *_arguments: None)
     calls: list[dict[str, Any]] = []
     for backend in ("torch", name):
         pool = torch_fp4kv.PagedNVFP4Cache(
             *(model.config, 8, 1, 128),
             page_size=16,
-            recipe=torch_fp4kv.get_recipe("nvfp4", exact_window=0, num_sink_tokens=0),
+            recipe=torch_fp4kv.get_recipe("nvfp4", exact_window=window, num_sink_tokens=4 if window else 0),
             v_scale_layout=LAYOUT[name],
         )
         row = pool.admit()
@@ -567,7 +572,36 @@ def test_a_model_decodes_over_it(package: None, name: str, monkeypatch: pytest.M
                     ).logits.float()
         finally:
             torch_fp4kv.prefer()
-    assert len([a for a in calls if "block_tables" in a]) == 3 * len(pool.layers)
+    assert len([a for a in calls if "block_tables" in a or "paged_kv_indices" in a]) == 3 * len(pool.layers)
+    error = (logits[name] - logits["torch"]).norm() / logits["torch"].norm()
+    assert 0 < float(error) < 2 * BOUNDS[name] + 0.01
+
+
+@pytest.mark.parametrize("name", ["flashinfer-dequantize", "flashinfer-materialize-fp8"])
+def test_a_model_prefills_over_history_by_it(package: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from hf_models import llama, prompt
+
+    torch_fp4kv.register_attention()
+    model = llama(initializer_range=0.05).to(torch.bfloat16)
+    model.set_attn_implementation("fp4kv")
+    ids, logits = prompt(batch=1, tokens=40), {}
+    monkeypatch.setattr(support, "missing", lambda *_arguments: None)
+    calls: list[dict[str, Any]] = []
+    for backend in ("torch", name):
+        pool = torch_fp4kv.PagedNVFP4Cache(
+            *(model.config, 8, 1, 128), page_size=16, recipe="nvfp4-plain", v_scale_layout=LAYOUT[name]
+        )
+        row = pool.admit()
+        try:
+            torch_fp4kv.prefer(backend)
+            with torch.no_grad(), emulators.installed(calls):
+                for chunk in ids.split(23, 1):
+                    logits[backend] = model(chunk, past_key_values=pool.row(row)).logits.float()
+        finally:
+            torch_fp4kv.prefer()
+    # The first chunk has no history.
+    assert len([a for a in calls if "paged_kv_indices" in a]) == len(pool.layers)
     error = (logits[name] - logits["torch"]).norm() / logits["torch"].norm()
     assert 0 < float(error) < 2 * BOUNDS[name] + 0.01
 
@@ -788,6 +822,12 @@ def test_the_package_is_what_this_was_written_for(package: None) -> None:
     assert supported == [10 * major + minor for major, minor in support.QUANTIZE_CAPABILITIES]
     # Its KV kernels are no torch ops, so ours around them is the only one that torch.compile sees.
     assert register_custom_op("flashinfer::x", mutates_args=())(len) is len
+    kernels = Path(flashinfer.__file__).parent / "quantization" / "kernels"
+    # Importing it needs nvidia-cutlass-dsl.
+    materialize = (kernels / "nvfp4_kv_materialize.py").read_text()
+    assert (
+        "@supported_compute_capability([100, 103, 107, 110, 120, 121])\ndef _nvfp4_kv_materialize_check" in materialize
+    )
     for function in (flashinfer.nvfp4_kv_dequantize, flashinfer.nvfp4_kv_dequantize_paged):
         assert [cc for cc in capabilities if function.is_compute_capability_supported(cc)] == capabilities[1:]
     names = inspect.signature(flashinfer.nvfp4_kv_dequantize_paged).parameters

@@ -137,6 +137,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "odd sinks, pages of 64": {"num_sink_tokens": 3, "page_size": 64, "capacity": 128, "lengths": (37, 128, 70)},
     "rows of sinks alone": {"num_sink_tokens": 4, "lengths": (3, 96, 0)},
     "transformed and shifted K and V": {"num_sink_tokens": 16, "v_bias": V_BIAS, **CASES["transformed and shifted K"]},
+    "soft-cap": {"num_sink_tokens": 4, "softcap": 1.5},
     "sink logits": {"num_sink_tokens": 16, "sink_logits": SINKS, "lengths": (37, 96, 0)},
 }
 

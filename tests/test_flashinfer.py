@@ -486,6 +486,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "exact, window": ("flashinfer-fa2", {**EXACT_OPTIONS, "window": 20}, "without a window"),
     "exact, two new tokens": ("flashinfer-fa2", {**EXACT_OPTIONS, "queries": 2}, "for one new token a row"),
     "exact, static cache": ("flashinfer-fa2", {**EXACT_OPTIONS, "page_size": None}, "behind a block table"),
+    "exact, soft-cap and bias": (
+        "flashinfer-fa2",
+        {**EXACT_OPTIONS, "softcap": 30.0, "stored_bias": torch.ones(3, 4, 1)},
+        "a constant in every score",
+    ),
     "exact, prefill": ("flashinfer-dequantize", {**EXACT_OPTIONS, "new": True}, "cannot leave out stored tokens"),
     "prefill without its tokens": ("flashinfer-dequantize", {}, "is for prefills that bring their own tokens"),
     "prefill, static cache": ("flashinfer-dequantize", {"new": True, "page_size": None}, "behind a block table only"),

@@ -101,14 +101,17 @@ def _raw(x: Tensor) -> Array:
 class Block:
     """One block that runs: its registers and memories."""
 
-    def __init__(self, memory: Memory, num_threads: int, shared: int, block: Sequence[int], eager: bool) -> None:
+    def __init__(
+        self, memory: Memory, num_threads: int, shared: int, grid: Sequence[int], block: Sequence[int], eager: bool
+    ) -> None:
         self.memory, self.num_threads, self.eager = memory, num_threads, eager
         self.registers: dict[str, Array] = {
             "%tid.x": np.arange(num_threads, dtype=np.uint32),
             "%laneid": np.arange(num_threads, dtype=np.uint32) % 32,
             "global_smem": np.zeros(num_threads, np.uint64),
         }
-        for name, value in zip(("x", "y", "z"), block):
+        for name, size, value in zip(("x", "y", "z"), grid, block):
+            self.registers[f"%nctaid.{name}"] = np.full(num_threads, size, np.uint32)
             self.registers[f"%ctaid.{name}"] = np.full(num_threads, value, np.uint32)
         self.shared = np.full(max(shared, 16), 0xFF, np.uint8)
         self.group: list[Callable[[], None]] = []
@@ -138,8 +141,10 @@ class Program:
             for statement in statements:
                 self._translate(statement.strip())
 
-    def run(self, memory: Memory, values: Sequence[Any], block: Sequence[int], eager: bool) -> None:
-        state = Block(memory, self.num_threads, self.shared, block, eager)
+    def run(
+        self, memory: Memory, values: Sequence[Any], grid: Sequence[int], block: Sequence[int], eager: bool
+    ) -> None:
+        state = Block(memory, self.num_threads, self.shared, grid, block, eager)
         scratch = [0] * (len(self.params) - len(values))
         for (kind, name), value in zip(self.params, [*values, *scratch]):
             state.registers[name] = np.full(self.num_threads, value, TYPES[kind]).view(UNSIGNED["b" + kind[1:]])
@@ -193,8 +198,8 @@ class Program:
         text = text.strip()
         if re.fullmatch(r"-?\d+", text):
             return int(text)
-        if re.fullmatch(r"0x[0-9a-fA-F]+", text):
-            return int(text, 16)
+        if re.fullmatch(r"0x[0-9a-fA-F]+U?", text):
+            return int(text.rstrip("U"), 16)
         if re.fullmatch(r"0f[0-9a-fA-F]{8}", text):
             return int(text[2:], 16)
         return self._name(text)
@@ -246,7 +251,7 @@ class Program:
         if special is not None:
             return lambda b: special(b, opcode, operands)
         compute = COMPUTE[parts[0]]
-        kinds = [p for p in parts[1:] if p in TYPES or p in ("bf16", "f16x2", "e4m3x2", "f32x2")]
+        kinds = [p for p in parts[1:] if p in TYPES or p in ("bf16", "bf16x2", "f16x2", "e4m3x2", "f32x2")]
 
         def run(b: Block) -> None:
             _set(b, operands[0], compute(b, parts, kinds, operands[1:]))
@@ -389,6 +394,9 @@ def _arithmetic(function: Callable[..., Array]) -> Callable[..., Array]:
             whole, half = ("b32", np.float16) if kinds[-1] == "f16x2" else ("b64", np.float32)
             halves = [_get(b, x, whole).view(half).reshape(-1, 2) for x in operands]
             return np.ascontiguousarray(function(*halves).astype(half)).view(TYPES[whole]).reshape(-1)
+        if kinds[-1] == "bf16x2":
+            halves = [_from_bf16(_get(b, x, "b32").view(np.uint16)) for x in operands]
+            return _bf16(function(*halves)).view(np.uint32)
         values = [_get(b, x, kinds[-1]) for x in operands]
         result = function(*values)
         return result.astype(values[0].dtype)
@@ -474,6 +482,10 @@ def _bf16(x: Array) -> Array:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
+def _from_bf16(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
 def _convert(b: Block, parts: list[str], kinds: list[str], operands: list[Any]) -> Array:
     target, source = kinds[-2:]
     if (target, source) == ("f16x2", "e4m3x2"):
@@ -482,9 +494,11 @@ def _convert(b: Block, parts: list[str], kinds: list[str], operands: list[Any]) 
         return halves.view(np.uint32).reshape(-1)
     if target in ("f16x2", "bf16x2") and source == "f32":
         high, low = (_get(b, o, "f32") for o in operands)
-        return np.stack([low, high], -1).astype(np.float16).view(np.uint32).reshape(-1)
+        pairs = np.stack([low, high], -1)
+        narrow = pairs.astype(np.float16) if target == "f16x2" else _bf16(pairs)
+        return narrow.view(np.uint32).reshape(-1)
     if source == "bf16":
-        return (_get(b, operands[0], "b16").astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return _from_bf16(_get(b, operands[0], "b16"))
     if target == "bf16":
         return _bf16(_get(b, operands[0], "f32"))
     value = _get(b, operands[0], source)
@@ -586,8 +600,11 @@ LANE = np.arange(32)
 
 
 def _mma(b: Block, opcode: str, operands: list[Any]) -> None:
-    assert opcode == "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", opcode
-    a, bb = (_fragment(b, o, np.float16).astype(np.float32) for o in operands[1:3])
+    if opcode == "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32":
+        a, bb = (_from_bf16(_fragment(b, o, np.uint16)) for o in operands[1:3])
+    else:
+        assert opcode == "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", opcode
+        a, bb = (_fragment(b, o, np.float16).astype(np.float32) for o in operands[1:3])
     c = _fragment(b, operands[3], np.float32)
     g, t = LANE[:, None, None] // 4, LANE[:, None, None] % 4
     r, e = np.arange(4)[None, :, None], np.arange(2)[None, None, :]
@@ -678,8 +695,9 @@ def launches(capability: int = 90, eager: bool = False) -> Iterator[list[str]]:
             if key not in programs:
                 programs[key] = Program(kernel.asm["ptx"], 32 * kernel.metadata.num_warps, kernel.metadata.shared)
             memory.load()
-            for block in itertools.product(*(range(n) for n in reversed((*grid, 1, 1)[:3]))):
-                programs[key].run(memory, values, block[::-1], eager)
+            sizes = (*grid, 1, 1)[:3]
+            for block in itertools.product(*map(range, reversed(sizes))):
+                programs[key].run(memory, values, sizes, block[::-1], eager)
             memory.store()
             return kernel
 

@@ -141,7 +141,7 @@ def test_unpacking_is_exact(has_e4m3: bool, num_words: int) -> None:
     values = np.array(constants.E2M1_VALUES + tuple(-x for x in constants.E2M1_VALUES), np.float32)
     generator = np.random.default_rng(0)
     for first in range(0, 0x7F, 2):
-        block = ptx.Block(ptx.Memory(), 32, 0, (0,), False)
+        block = ptx.Block(ptx.Memory(), 32, 0, (1,), (0,), False)
         words = generator.integers(0, 1 << 32, (num_words, 32), np.uint32)
         words[0, :16] = np.arange(16, dtype=np.uint32) * np.uint32(0x11111111)
         second = min(first + 1, 0x7E)

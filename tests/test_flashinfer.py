@@ -368,14 +368,14 @@ NEW = torch.zeros(3, 2, 32, 128, dtype=torch.bfloat16)
 PREFILL = make(queries=32, lengths=(37, 96, 32), new=True)
 
 CHOSEN = {
-    (8, 0): ("triton-gluon", "triton-prefill", "triton-gluon", "triton-prefill"),
-    (9, 0): ("triton-gluon", "triton-prefill", "triton-gluon", "triton-prefill"),
+    (8, 0): ("triton-gluon", "triton", "triton-gluon", "triton-prefill"),
+    (9, 0): ("triton-gluon", "triton", "triton-gluon", "triton-prefill"),
     (10, 0): ("triton-gluon", "flashinfer-trtllm-gen", "triton-gluon", "triton-prefill"),
     (10, 3): ("triton-gluon", "flashinfer-trtllm-gen", "triton-gluon", "triton-prefill"),
-    (10, 7): ("triton-gluon", "triton-prefill", "triton-gluon", "triton-prefill"),
-    (11, 0): ("triton-gluon", "triton-prefill", "triton-gluon", "triton-prefill"),
-    (12, 0): ("flashinfer-xqa", "triton-prefill", "triton-gluon", "triton-prefill"),
-    (12, 1): ("flashinfer-xqa", "triton-prefill", "triton-gluon", "triton-prefill"),
+    (10, 7): ("triton-gluon", "triton", "triton-gluon", "triton-prefill"),
+    (11, 0): ("triton-gluon", "triton", "triton-gluon", "triton-prefill"),
+    (12, 0): ("flashinfer-xqa", "triton", "triton-gluon", "triton-prefill"),
+    (12, 1): ("flashinfer-xqa", "triton", "triton-gluon", "triton-prefill"),
 }
 """For a plain cache, one with V's scales in the 4-token order, one with an exact window, and a prefill."""
 
@@ -390,6 +390,17 @@ def test_each_gpu_gets_its_backend(capability: tuple[int, int], expected: tuple[
     if capability[0] == 9:
         reason = "for compute capability 12.0, 12.1; this GPU has 9.0"
         assert chosen[0].passed_over["flashinfer-xqa"] == reason
+
+
+@pytest.mark.parametrize(("queries", "name"), [(1, "triton"), (4, "triton"), (8, "triton-prefill")])
+def test_few_queries_over_fp8_go_to_the_portable_kernel(queries: int, name: str) -> None:
+    data = torch.zeros(1, 2, 64, 64, dtype=torch.uint8)
+    q = torch.zeros(1, 8, queries, 64, dtype=torch.bfloat16)
+    one, lengths = torch.ones(()), torch.tensor([40], dtype=torch.int32)
+    call = AttentionCall(q, data, None, data, None, one, one, lengths, k_format="fp8", v_format="fp8")
+    with gpu((9, 0)):
+        assert backends.choose("attention", CUDA, "auto", call).name == name
+        assert backends.choose("attention", CUDA, "triton-prefill", call).name == "triton-prefill"
 
 
 BY_NAME = {
@@ -423,7 +434,7 @@ def test_preferred_backends_come_first_where_they_serve() -> None:
             for call, name in (
                 (PREFILL, "flashinfer-dequantize"),
                 (PLAIN, "flashinfer-fa2"),
-                (FOUR_TOKEN, "triton-prefill"),
+                (FOUR_TOKEN, "triton"),
                 (WINDOWED, "triton-gluon"),
             ):
                 choice = backends.choose("attention", CUDA, "auto", call)

@@ -54,8 +54,9 @@ def run_cuda(function: Callable[..., Any], arguments: list[Tensor], results: lis
         numbers = [memory.place(values[a]) if a in values else int(a) for a in given.split(", ")]
         memory.load()
         elements = next(n for a, n in zip(given.split(", "), numbers) if a not in values)
-        for block in range(-(-elements // XBLOCK)):
-            programs[name].run(memory, numbers, (block, 0, 0), eager=True)
+        grid = (-(-elements // XBLOCK), 1, 1)
+        for block in range(grid[0]):
+            programs[name].run(memory, numbers, grid, (block, 0, 0), eager=True)
         memory.store()
     return len(launches)
 

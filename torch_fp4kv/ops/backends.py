@@ -39,6 +39,9 @@ _OTHER = ("triton", "torch")
 APPEND_CHOSEN = ((12, 0), (12, 1))
 """Where FlashInfer's append is chosen: elsewhere on its list it has no attention kernel that is."""
 
+DECODE_ROWS = 16
+"""Up to this many query rows a KV head the prefill kernel, which first decodes what is stored, is not chosen."""
+
 OPS = ("quantize", "dequantize", "append", "attention")
 
 
@@ -100,7 +103,7 @@ def _choose(op: str, device: torch.device, backend: str, call: Call | None) -> C
         raise ValueError(f"unknown backend {backend!r} for {op}; known: auto, {', '.join(dict.fromkeys(names))}")
     passed_over: dict[str, str] = {}
     for name in names if backend == "auto" else (backend,):
-        reason = _unusable(name, device, call, by_name=backend != "auto")
+        reason = _unusable(name, device, call, by_name=backend != "auto" or name in _preferred)
         if reason is None:
             return Choice(name, passed_over)
         passed_over[name] = reason
@@ -120,6 +123,8 @@ def _unusable(name: str, device: torch.device, call: Call | None, by_name: bool)
             reason = gluon_missing(device)
     if reason is not None or not isinstance(call, AttentionCall):
         return reason
+    if name == "triton-prefill" and not by_name and call.q.shape[2] * call.group <= DECODE_ROWS:
+        return f"up to {DECODE_ROWS} query rows a KV head, stored tokens are multiplied as they are read"
     answer: str | None = attention_module(name).unsupported(call)
     return answer
 

@@ -22,7 +22,10 @@ N = 128
 @triton.jit
 def rotate_kernel(
     x,
-    x_strides,
+    x_0,
+    x_1,
+    x_2,
+    x_3,
     out,
     heads,
     tokens,
@@ -39,10 +42,10 @@ def rotate_kernel(
     token = row % tokens
     element = tl.arange(0, 8)[None, :]
     mask = (block < blocks)[:, None]
-    source = (x + b * x_strides[0] + head * x_strides[1] + token * x_strides[2])[:, None]
-    source += ((block % S * 16)[:, None] + element) * x_strides[3]
+    source = (x + b * x_0 + head * x_1 + token * x_2)[:, None]
+    source += ((block % S * 16)[:, None] + element) * x_3
     lo = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    hi = tl.load(source + 8 * x_strides[3], mask=mask, other=0.0).to(tl.float32)
+    hi = tl.load(source + 8 * x_3, mask=mask, other=0.0).to(tl.float32)
     lo, hi = nvfp4.rotate(lo, hi, ROTATION, ROTATION**-0.5)
     target = out + block[:, None] * 16 + element
     tl.store(target, nvfp4.round_to(lo, out.dtype.element_ty, FAST), mask=mask)
@@ -64,7 +67,7 @@ def rotate(x: Tensor, block: int, dtype: torch.dtype) -> Tensor:
         with nvfp4.on_device(x):
             rotate_kernel[(triton.cdiv(blocks, N),)](
                 x,
-                x.stride(),
+                *x.stride(),
                 out,
                 x.shape[1],
                 x.shape[2],

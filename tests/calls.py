@@ -22,6 +22,17 @@ def run(call: AttentionCall, **changes: Any) -> tuple[Tensor, Tensor]:
     return torch_fp4kv.attention(**fields, return_lse=True)
 
 
+def equalized(heads: int = 2, head_dim: int = 64, rotation: int = 16) -> dict[str, Any]:
+    """All that K can be transformed by: a bias, factors, an order and a rotation."""
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "k_bias": torch.randn(heads, head_dim, generator=generator),
+        "k_factors": torch.rand(heads, head_dim, generator=generator) + 0.5,
+        "k_order": torch.stack([torch.randperm(head_dim, generator=generator) for _ in range(heads)]).int(),
+        "k_rotation": rotation,
+    }
+
+
 def empty_storage(
     pages: int,
     heads: int,
@@ -57,7 +68,8 @@ def make(
     v_scale_layout: str = "linear",
     k_bias: Tensor | None = None,
     v_bias: Tensor | None = None,
-    k_transform: Tensor | None = None,
+    k_factors: Tensor | None = None,
+    k_order: Tensor | None = None,
     k_rotation: int = 0,
     new: bool = False,
     num_sink_tokens: int = 0,
@@ -133,7 +145,8 @@ def make(
             V_GLOBAL,
             k_bias=k_bias,
             v_bias=v_bias,
-            k_transform=k_transform,
+            k_factors=k_factors,
+            k_order=k_order,
             k_rotation=k_rotation,
             k_format=k_format,
             v_format=v_format,
@@ -153,6 +166,9 @@ def make(
         block_table=table,
         **exact,
         num_sink_tokens=num_sink_tokens,
+        k_bias=k_bias,
+        k_factors=k_factors,
+        k_order=k_order,
         k_rotation=k_rotation,
         v_bias=v_bias,
         k_format=k_format,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import calls
 import oracle
 import pytest
 import torch
@@ -106,11 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
     "scale": {"scale": 0.05},
     "bias of V": {"v_bias": V_BIAS},
     "float32 result": {"out_dtype": torch.float32},
-    "transformed and shifted K": {
-        "k_rotation": 64,
-        "q_stored": torch.linspace(-1, 1, 3 * 4 * 128).sin().view(3, 4, 1, 128).bfloat16(),
-        "stored_bias": torch.linspace(-3, 3, 12).view(3, 4, 1),
-    },
+    "transformed and shifted K": calls.equalized(2, 128),
 }
 PAGED_MULTI = {
     "three queries": {"queries": 3, "lengths": (37, 96, 3)},

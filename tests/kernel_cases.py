@@ -13,7 +13,6 @@ from torch import Tensor
 import torch_fp4kv
 from torch_fp4kv.ops.call import AttentionCall
 from torch_fp4kv.ops.format import blocks, reference
-from torch_fp4kv.ops.format.rotation import rotate
 
 GLOBAL_SCALES = (1e-6, 2.0**-8, 0.1, 1 / 3, 1.0, 1e3)
 HEAD_SIZES = (16, 64, 80, 96, 112, 128, 144, 576)
@@ -82,6 +81,9 @@ APPENDS: dict[str, dict[str, Any]] = {
     "exact bias": {"tensors": BIASES, "k_format": "exact", "v_format": "exact"},
     "rotated": {"k_rotation": 64, "tensors": BIASES, "scale_rule": "mse", "exact": 9},
     "rotated in 16s": {"k_rotation": 16, "head_dim": 80, "v_head_dim": 112, "tokens": 70},
+    "equalised": {"tensors": {"k_factors": (3, 144)}, "head_dim": 144, "v_head_dim": 64, "exact": 9},
+    "equalised, reordered and rotated": {"transformed": True, "exact": 9, "tokens": 70},
+    "reordered, fp8": {"transformed": True, "head_dim": 80, "k_format": "fp8", "layout": LAYOUTS["strided columns"]},
     "rotated, fp8": {"k_rotation": 64, "head_dim": 576, "k_format": "fp8"},
     "one page": {"pages": 1, "page_size": 480},
     **{f"layout {name}": {"layout": layout, "tokens": 20} for name, layout in LAYOUTS.items()},
@@ -103,6 +105,7 @@ def check_append(
     skip_negative: bool = False,
     layout: Callable[[Tensor], Tensor] = dense,
     tensors: dict[str, tuple[int, ...]] | None = None,
+    transformed: bool = False,
     k_format: str = "nvfp4",
     v_format: str = "nvfp4",
     **options: Any,
@@ -117,7 +120,9 @@ def check_append(
     if skip_negative:
         slots[:, ::3] = -1
     for name, shape in (tensors or {}).items():
-        options[name] = torch.randn(shape)
+        options[name] = torch.rand(shape) + 0.5 if name == "k_factors" else torch.randn(shape)
+    if transformed:
+        options.update(calls.equalized(heads, head_dim))
     scales = (torch.tensor(0.1), torch.linspace(0.01, 1 / 3, heads))
     results = []
     for run, where in ((kernel.append, device), (torch_fp4kv.append, "cpu")):
@@ -176,6 +181,9 @@ PREFILLS: dict[str, dict[str, Any]] = {
     "fp8": {"k_format": "fp8", "v_format": "fp8", "new": True},
     "exact": {"k_format": "exact", "v_format": "exact", "new": True},
     "rotated keys": {"k_rotation": 64, "new": True},
+    "shifted keys": {"k_bias": calls.equalized()["k_bias"], "new": True},
+    "transformed keys": {**calls.equalized(), "new": True, "ring": 24, "num_sink_tokens": 4},
+    "transformed keys of 80": {**calls.equalized(2, 80), "head_dim": 80, "v_head_dim": 96},
 }
 
 
@@ -195,11 +203,8 @@ def check_prefill(call: AttentionCall, device: str, tolerance: float) -> None:
     fields = {n: getattr(call, n) for n in AttentionCall.__slots__ if isinstance(getattr(call, n), Tensor)}
     moved = replace(call, **{n: t.to(device) for n, t in fields.items()}, out_dtype=torch.float32)
     out, lse = prefill.run(moved)
-    if call.k_rotation:
-        # The tensor cores take rotated queries in 16 bits.
-        rotated = rotate(call.q, call.k_rotation).to(call.q.dtype)
-        call = replace(call, q_stored=rotated, k_rotation=0)
-    expected, expected_lse = oracle.attend(call)
+    # The tensor cores take transformed queries in 16 bits.
+    expected, expected_lse = oracle.attend(call, query_dtype=call.q.dtype)
     assert lse is not None
     assert float((out.cpu() - expected).norm() / expected.norm()) < tolerance
     unseen = expected_lse == -torch.inf

@@ -13,15 +13,18 @@ from torch_fp4kv.ops.call import AttentionCall
 from torch_fp4kv.ops.dequantize import values
 
 
-def attend(call: AttentionCall, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """`(out [B, Hq, L, Dv], lse [B, Hq, L])` of `call`, computed in `dtype`."""
+def attend(
+    call: AttentionCall, dtype: torch.dtype = torch.float64, query_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """`(out [B, Hq, L, Dv], lse [B, Hq, L])` of `call`, computed in `dtype`; what stored keys meet is rounded to
+    `query_dtype`."""
     batch, num_heads, num_queries, _ = call.q.shape
     out = torch.zeros(batch, num_heads, num_queries, call.v_head_dim, dtype=dtype, device=call.q.device)
     lse = torch.full((batch, num_heads, num_queries), -torch.inf, dtype=dtype, device=call.q.device)
     pages = _pages(call)
     for b in range(batch):
         num_new = num_queries if call.q_lengths is None else int(call.q_lengths[b])
-        out[b, :, :num_new], lse[b, :, :num_new] = _row(call, b, pages, num_new, dtype)
+        out[b, :, :num_new], lse[b, :, :num_new] = _row(call, b, pages, num_new, dtype, query_dtype or dtype)
     return out, lse
 
 
@@ -66,8 +69,33 @@ def hadamard(size: int) -> Tensor:
     return torch.tensor(signs, dtype=torch.float64) * size**-0.5
 
 
+def transform_matrix(call: AttentionCall) -> Tensor:
+    """float64 `[H, D, D]`, what a query `[H, ·, D]` is multiplied by before it meets stored keys."""
+    heads, d = call.num_kv_heads, call.head_dim
+    matrix = torch.eye(d, dtype=torch.float64, device=call.q.device).repeat(heads, 1, 1)
+    if call.k_factors is not None:
+        matrix = matrix / call.k_factors.double().unsqueeze(-1)
+    if call.k_order is not None:
+        matrix = torch.stack([rows[:, order.long()] for rows, order in zip(matrix, call.k_order)])
+    if call.k_rotation:
+        block = hadamard(call.k_rotation).to(call.q.device)
+        matrix = matrix @ torch.block_diag(*[block] * (d // call.k_rotation))
+    return matrix
+
+
+def _stored_query(call: AttentionCall, q: Tensor) -> Tensor:
+    if call.k_factors is None and call.k_order is None and not call.k_rotation:
+        return q
+    return q @ transform_matrix(call).to(q.dtype).repeat_interleave(call.group, 0)
+
+
 def _row(
-    call: AttentionCall, b: int, pages: tuple[Tensor, Tensor], num_new: int, dtype: torch.dtype
+    call: AttentionCall,
+    b: int,
+    pages: tuple[Tensor, Tensor],
+    num_new: int,
+    dtype: torch.dtype,
+    query_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     device = call.q.device
     length = int(call.lengths[b])
@@ -76,12 +104,9 @@ def _row(
     k, v, exact, exists = _tokens(call, b, pages, start, length, num_new, positions)
     k, v = (x.to(dtype).repeat_interleave(call.group, 0) for x in (k, v))
     q = call.q[b, :, :num_new].to(dtype)
-    q_stored = q if call.q_stored is None else call.q_stored[b, :, :num_new].to(dtype)
-    if call.k_rotation:
-        q_stored = (q_stored.unflatten(-1, (-1, call.k_rotation)) @ hadamard(call.k_rotation).to(q)).flatten(-2)
-    from_storage = q_stored @ k.transpose(1, 2)
-    if call.stored_bias is not None:
-        from_storage = from_storage + call.stored_bias[b, :, :num_new, None].to(dtype)
+    from_storage = _stored_query(call, q).to(query_dtype).to(dtype) @ k.transpose(1, 2)
+    if call.k_bias is not None:
+        from_storage = from_storage + q @ call.k_bias.to(dtype).repeat_interleave(call.group, 0).unsqueeze(-1)
     scores = torch.where(exact, q @ k.transpose(1, 2), from_storage) * call.softmax_scale
     if call.softcap > 0:
         scores = call.softcap * torch.tanh(scores / call.softcap)

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from calls import empty_storage
+from calls import empty_storage, equalized
 from compiled import compare, generated
 from torch import Tensor
 
 import torch_fp4kv
 from torch_fp4kv.ops.format import blocks, e4m3, layout
+from torch_fp4kv.ops.format.rotation import rotate
 
 PAGES, HEADS, TOKENS, DIM = 5, 3, 16, 64
 SLOTS = torch.tensor([[7, 0, 63, 17], [79, 33, 16, 40]])
@@ -120,7 +121,8 @@ def test_bias_then_transform_then_quantise_and_exact_copies_stay_raw(dtype: torc
     k, v = new_tokens(dtype)
     generator = torch.Generator().manual_seed(1)
     k_bias, v_bias = torch.randn(HEADS, DIM, generator=generator), torch.randn(HEADS, DIM, generator=generator)
-    transform = torch.randn(HEADS, DIM, DIM, generator=generator)
+    options = equalized(HEADS, DIM)
+    transform = {name: options[name] for name in ("k_factors", "k_order", "k_rotation")}
     for bias in (k_bias, None):
         storage = [*empty_storage(PAGES, HEADS, TOKENS, DIM), *empty_storage(PAGES, HEADS, TOKENS, DIM)]
         before = [s.clone() for s in storage]
@@ -130,15 +132,17 @@ def test_bias_then_transform_then_quantise_and_exact_copies_stay_raw(dtype: torc
             *(k, v, SLOTS, torch.full((HEADS,), 0.1), torch.tensor([0.01, 0.1, 1 / 3])),
             k_bias=bias,
             v_bias=v_bias,
-            k_transform=transform,
+            **transform,
             k_exact=exact[0],
             v_exact=exact[1],
             exact_slots=torch.tensor([[3, 0, 2, 1], [0, 1, 2, 4]]),
             scale_rule="4over6",
         )
         shifted = k.float() if bias is None else k.float() - bias[:, None]
+        equal = shifted * options["k_factors"][:, None]
+        ordered = torch.stack([equal[:, h, :, order.long()] for h, order in enumerate(options["k_order"])], 1)
         rows = (
-            *torch_fp4kv.quantize(shifted @ transform, 0.1, scale_rule="4over6"),
+            *torch_fp4kv.quantize(rotate(ordered, 16), 0.1, scale_rule="4over6"),
             *torch_fp4kv.quantize(v.float() - v_bias[:, None], torch.tensor([0.01, 0.1, 1 / 3]), scale_rule="4over6"),
         )
         for s, old, row in zip(storage, before, rows):

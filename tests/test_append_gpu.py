@@ -62,22 +62,6 @@ def test_many_random_blocks_have_the_bytes_of_the_reference(global_scale: float)
         assert torch.equal(scales, expected_scales)
 
 
-def test_append_transforms_in_float32() -> None:
-    from torch_fp4kv.ops.kernels import append as kernel
-
-    torch.manual_seed(0)
-    k = torch.randint(-8, 8, (2, 2, 70, 144), device="cuda").float()
-    bias = torch.randint(-4, 4, (2, 144), device="cuda").float()
-    transform = torch.randint(-2, 3, (2, 144, 144), device="cuda").float()
-    storage = [s.cuda() for s in calls.empty_storage(2, 2, 80, 144) * 2]
-    slots = torch.stack([torch.arange(70), torch.arange(80, 150)]).cuda()
-    g = torch.tensor(0.1, device="cuda")
-    kernel.append(*storage, k, k.clone(), slots, g, g, k_bias=bias, k_transform=transform)
-    words, scales = blocks.encode((k - bias[:, None]) @ transform, g)
-    assert torch.equal(storage[0][:, :, :70], words)
-    assert torch.equal(storage[1][:, :, :70], scales)
-
-
 def test_append_past_2_31_elements() -> None:
     from torch_fp4kv.ops.kernels import append as kernel
 

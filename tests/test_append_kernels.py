@@ -59,27 +59,20 @@ def test_append_options(options: dict[str, Any]) -> None:
 
 @interpreted
 @pytest.mark.parametrize(
-    "case", ["one token", "80 and 112", "skip negative", "exact ring", "fp8 and 4-token", "rotated"]
+    "case",
+    [
+        "one token",
+        "80 and 112",
+        "skip negative",
+        "exact ring",
+        "fp8 and 4-token",
+        "rotated",
+        "equalised, reordered and rotated",
+    ],
 )
 def test_append_of_few_blocks(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(append, "FEW_BLOCKS", 16384)
     cases.check_append("cpu", **{**cases.APPENDS[case], "tokens": 1})
-
-
-@interpreted
-@pytest.mark.parametrize("head_dim", [64, 80, 144])
-def test_append_transforms_in_float32(head_dim: int) -> None:
-    torch.manual_seed(0)
-    # Powers of two: every product and sum is exact, so that the order of summation does not show in the bytes.
-    k = torch.randint(-8, 8, (2, 2, 5, head_dim)).float()
-    bias, transform = torch.randint(-4, 4, (2, head_dim)).float(), torch.randint(-2, 3, (2, head_dim, head_dim)).float()
-    slots = torch.randperm(40)[:10].view(2, 5)
-    storage = [[s.clone() for s in cases.calls.empty_storage(2, 2, 20, head_dim) * 2] for _ in range(2)]
-    g = torch.tensor(0.1)
-    for run, target in zip((append.append, cases.torch_fp4kv.append), storage):
-        run(*target, k, k.clone(), slots, g, g, k_bias=bias, k_transform=transform)
-    for ours, expected in zip(*storage):
-        assert torch.equal(ours, expected)
 
 
 @interpreted
@@ -128,14 +121,9 @@ def test_prefill(options: dict[str, Any]) -> None:
 
 
 @interpreted
-def test_prefill_with_a_stored_query_bias_and_sink_logits() -> None:
+def test_prefill_with_biases_and_sink_logits() -> None:
     torch.manual_seed(1)
-    options: dict[str, Any] = {
-        "v_bias": torch.randn(2, 64),
-        "q_stored": torch.randn(2, 4, 20, 64).half(),
-        "stored_bias": torch.randn(2, 4, 20),
-        "sink_logits": torch.randn(4),
-    }
+    options: dict[str, Any] = {**cases.calls.equalized(), "v_bias": torch.randn(2, 64), "sink_logits": torch.randn(4)}
     for softcap in (0.0, 5.0):
         call = cases.prefill_call(
             torch.float16, ring=24, num_sink_tokens=4, new=True, softcap=softcap, q_lengths=(20, 3), **options

@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from calls import make, run
+from calls import equalized, make, run
 from torch import Tensor
 
 import torch_fp4kv
@@ -215,14 +215,7 @@ def test_shifted_and_rotated_keys_give_the_result_of_plain_ones(storage_format: 
         "v_format": storage_format,
     }
     mean = normal(2, 64) * 3
-    rotation = torch.linalg.qr(normal(2, 64, 64))[0]
-    call = make(k_bias=mean, k_transform=rotation, v_bias=normal(2, 64), **options)
-    grouped = call.q.unflatten(1, (2, 2))
-    call = replace(
-        call,
-        q_stored=(grouped @ rotation[:, None]).flatten(1, 2),
-        stored_bias=(grouped * mean[:, None, None]).sum(-1).flatten(1, 2),
-    )
+    call = make(**{**equalized(), "k_bias": mean}, v_bias=normal(2, 64), **options)
     out, lse = run(call)
     oracle.check(call, out, lse)
     plain, plain_lse = run(make(**options))
@@ -231,9 +224,9 @@ def test_shifted_and_rotated_keys_give_the_result_of_plain_ones(storage_format: 
         assert (lse - plain_lse).abs().max() <= 2e-5
 
 
-def test_stored_bias_and_v_bias_do_not_touch_exact_tokens() -> None:
+def test_biases_and_transforms_do_not_touch_exact_tokens() -> None:
     call = make(lengths=(9, 4), num_queries=9, q_lengths=(9, 4), new=True)
-    shifted = replace(call, stored_bias=normal(2, 4, 9) * 100, q_stored=call.q * 7, v_bias=normal(2, 64) * 100)
+    shifted = replace(call, **equalized(), v_bias=normal(2, 64) * 100)
     assert torch.equal(run(call)[0], run(shifted)[0])
 
 

@@ -259,12 +259,16 @@ BAD_APPEND: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "k_rotation must be 0 or a power of two that divides the head size 32",
     ),
-    "rotation and transform": (
-        {"k_rotation": 16, "k_transform": torch.eye(32).expand(3, -1, -1)},
+    "factors of one head": ({"k_factors": torch.ones(32)}, ValueError, "k_factors must have shape [3, 32], got [32]"),
+    "factors of 0": ({"k_factors": torch.zeros(3, 32)}, ValueError, "k_factors must be positive and finite"),
+    "order dtype": ({"k_order": torch.arange(32).expand(3, -1)}, TypeError, "k_order must be torch.int32"),
+    "order shape": ({"k_order": torch.arange(32).int()}, ValueError, "k_order must have shape [3, 32], got [32]"),
+    "order elsewhere": ({"k_order": torch.zeros(3, 32, device=META).int()}, ValueError, "k_order is on meta"),
+    "no order": (
+        {"k_order": torch.arange(1, 33).int().expand(3, -1)},
         ValueError,
-        "k_rotation and k_transform exclude each other",
+        "k_order must hold each channel of a head once",
     ),
-    "transform": ({"k_transform": torch.eye(32)}, ValueError, "k_transform must have shape [3, 32, 32], got [32, 32]"),
     "exact copies without slots": (exact(exact_slots=None), ValueError, "k_exact, v_exact and exact_slots go together"),
     "exact slot beyond": (
         exact(slots=3),
@@ -377,12 +381,13 @@ BAD_ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "k_rotation must be 0 or a power of two that divides the head size 32",
     ),
-    "q_stored": ({"q_stored": torch.zeros(2, 4, 1, 32)}, ValueError, "q_stored must have shape [2, 4, 2, 32]"),
-    "stored_bias": (
-        {"stored_bias": torch.zeros(2, 4)},
+    "k_bias of query heads": (
+        {"k_bias": torch.zeros(4, 32)},
         ValueError,
-        "stored_bias must have shape [2, 4, 2], got [2, 4]",
+        "k_bias must have shape [2, 32], got [4, 32]",
     ),
+    "k_factors": ({"k_factors": torch.full((2, 32), torch.inf)}, ValueError, "k_factors must be positive and finite"),
+    "k_order": ({"k_order": torch.zeros(2, 32).int()}, ValueError, "k_order must hold each channel of a head once"),
     "v_bias": ({"v_bias": torch.zeros(32)}, ValueError, "v_bias must have shape [2, 32], got [32]"),
     "v_bias dtype": ({"v_bias": torch.zeros(2, 32).half()}, TypeError, "v_bias must be torch.float32"),
     "sink logits": ({"sink_logits": torch.zeros(2)}, ValueError, "sink_logits must have shape [4], got [2]"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import calls
 import oracle
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_sink_logits_and_shifted_keys(options: dict[str, Any]) -> None:
     c = call(lengths=(200, 0, 70), num_queries=2, **options)
     torch.manual_seed(1)
     check(replace(c, sink_logits=torch.randn(4) * 3))
-    check(replace(c, q_stored=torch.randn_like(c.q), stored_bias=torch.randn(c.q.shape[:3]) * 5))
+    check(replace(c, **calls.equalized(2, 128)))
     k_global = torch.tensor([0.01, 0.05])
     check(replace(c, k_global=k_global, v_global=k_global.flip(0)))
 

@@ -229,13 +229,13 @@ def test_machine_code(name: str, capability: int) -> None:
 def test_every_option_compiles(capability: int) -> None:
     exact = {name: torch.empty(1, 8, 133, 128, dtype=torch.bfloat16) for name in ("k_exact", "v_exact")}
     rows = dict.fromkeys(("exact_from", "starts", "q_lengths"), ROW)
-    q_stored, bias = torch.empty(1, 32, 4, 128, dtype=torch.bfloat16), torch.empty(1, 32, 4)
     c = call(
         queries=4,
         num_sink_tokens=4,
-        q_stored=q_stored,
-        stored_bias=bias,
-        k_rotation=128,
+        k_bias=torch.empty(8, 128),
+        k_factors=torch.empty(8, 128),
+        k_order=torch.empty(8, 128, dtype=torch.int32),
+        k_rotation=16,
         v_bias=torch.empty(8, 128),
         mask=torch.ones(1, 1, 1, 8192, dtype=torch.bool),
         sink_logits=torch.empty(32),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import calls
 import numpy as np
 import oracle
 import pytest
@@ -23,6 +24,8 @@ from torch_fp4kv.ops.kernels.nvfp4 import INTERPRETED
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")
 
 QUICK = {
+    "shifted and rotated keys, window",
+    "transformed keys",
     "empty row",
     "group of 3, two queries",
     "group of 8",
@@ -52,7 +55,10 @@ def test_options(name: str) -> None:
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (80, 96), (256, 80), pytest.param(192, 256, marks=pytest.mark.slow)])
 def test_head_sizes(d: int, dv: int) -> None:
     sizes = {"head_dim": d, "v_head_dim": dv, "lengths": (140, 70)}
-    for c in (call(**sizes, k_rotation=d & -d), call(**sizes, page_size=32, capacity=192, ring=20, heads=8)):
+    for c in (
+        call(**sizes, **calls.equalized(2, d, d & -d)),
+        call(**sizes, page_size=32, capacity=192, ring=20, heads=8),
+    ):
         with ptx.launches():
             out, lse = decode.run(c)
         compare(c, out, lse)
@@ -75,7 +81,7 @@ def test_masks_and_sinks() -> None:
     added = torch.randn(2, 4, 1, 200, dtype=torch.bfloat16)
     for changed in (
         replace(c, mask=visible, sink_logits=torch.randn(4)),
-        replace(c, mask=added, q_stored=torch.randn_like(c.q), stored_bias=torch.randn(c.q.shape[:3]) * 5),
+        replace(c, mask=added, **calls.equalized(2, 128)),
     ):
         with ptx.launches():
             out, lse = decode.run(changed)

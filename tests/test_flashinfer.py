@@ -205,7 +205,7 @@ def stored_mistakes() -> dict[str, Callable[[AttentionCall], AttentionCall]]:
         return exact_stored(replace(call, exact_from=call.lengths))
 
     def bias_lost(call: AttentionCall) -> AttentionCall:
-        return exact_stored(replace(call, stored_bias=None))
+        return exact_stored(replace(call, k_bias=None))
 
     def heads_crossed(call: AttentionCall) -> AttentionCall:
         right = exact_stored(call)
@@ -499,7 +499,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "exact, static cache": ("flashinfer-fa2", {**EXACT_OPTIONS, "page_size": None}, "behind a block table"),
     "exact, soft-cap and bias": (
         "flashinfer-fa2",
-        {**EXACT_OPTIONS, "softcap": 30.0, "stored_bias": torch.ones(3, 4, 1)},
+        {**EXACT_OPTIONS, "softcap": 30.0, "k_bias": torch.ones(2, 128)},
         "a constant in every score",
     ),
     "exact, prefill": ("flashinfer-dequantize", {**EXACT_OPTIONS, "new": True}, "cannot leave out stored tokens"),

@@ -84,7 +84,7 @@ def test_append_with_searched_scales(capability: int, rule: str) -> None:
 
 
 @capabilities
-def test_append_with_ring_bias_and_transform(capability: int) -> None:
+def test_append_with_ring_bias_factors_and_order(capability: int) -> None:
     ring = torch.empty(1, 8, 65, 128, dtype=torch.bfloat16)
     kernel = append_kernel(
         capability,
@@ -94,10 +94,12 @@ def test_append_with_ring_bias_and_transform(capability: int) -> None:
         exact_slots=torch.empty(1, 4096, dtype=torch.int64),
         k_bias=torch.empty(8, 128),
         v_bias=torch.empty(8, 128),
-        k_transform=torch.empty(8, 128, 128),
+        k_factors=torch.empty(8, 128),
+        k_order=torch.empty(8, 128, dtype=torch.int32),
+        k_rotation=16,
     )
     assert kernel.spills == 0
-    assert kernel.count("HMMA", "HGMMA", "UTC") == 0, "float32 products, no tf32"
+    assert kernel.shared == 0
 
 
 @capabilities
@@ -142,8 +144,10 @@ def call(head_dim: int, num_queries: int, everything: bool) -> AttentionCall:
     options: dict[str, Any] = {}
     if everything:
         options = {
-            "q_stored": new(32),
-            "stored_bias": torch.empty(1, 32, num_queries),
+            "k_bias": torch.empty(8, head_dim),
+            "k_factors": torch.empty(8, head_dim),
+            "k_order": torch.empty(8, head_dim, dtype=torch.int32),
+            "k_rotation": 16,
             "v_bias": torch.empty(8, head_dim),
             "k_exact": new(8, 69),
             "v_exact": new(8, 69),

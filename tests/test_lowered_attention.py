@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import make, run
+from calls import equalized, make, run
 from compiled import generated
 from test_attention import CALLS
 from torch import Tensor
@@ -30,6 +30,8 @@ COMPILED = {
         "dtype": torch.bfloat16,
     },
     "rotated keys": {"lengths": (63, 9), "k_rotation": 64},
+    "shifted keys": {"lengths": (63, 9), "k_bias": equalized()["k_bias"]},
+    "transformed keys": {"lengths": (63, 9), "num_queries": 2, "ring": 8, **equalized()},
     "mask and sink logits": {"lengths": (40, 9), "mask": torch.arange(40) % 3 > 0, "sink_logits": torch.ones(4)},
 }
 

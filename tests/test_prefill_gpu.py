@@ -51,8 +51,7 @@ def test_slabs_and_splits(few_rows: int, dtype: torch.dtype, tolerance: float, m
     options: dict[str, Any] = {
         "sink_logits": torch.randn(4),
         "q_lengths": (40, 3),
-        "q_stored": torch.randn(2, 4, 40, 64).to(dtype),
-        "stored_bias": torch.randn(2, 4, 40),
+        **cases.calls.equalized(),
         "v_bias": torch.randn(2, 64),
     }
     call = cases.prefill_call(

@@ -9,7 +9,6 @@ from hf_models import llama, prompt
 from torch_fp4kv import NVFP4Cache, Recipe, get_recipe, recipes, register_recipe
 from torch_fp4kv.cache.positions import Positions
 from torch_fp4kv.cache.storage import LayerStorage
-from torch_fp4kv.cache.transform import hadamard, k_and_q_transforms
 from torch_fp4kv.ops.format.rotation import largest_block
 from torch_fp4kv.recipe import LayerCalibration
 
@@ -142,24 +141,6 @@ def test_a_mixed_cache_keeps_each_layer_its_own_way():
     assert first.k_data.dtype == torch.int64 and second.k_data.dtype == torch.float32
     assert first.k_exact.shape[2] == 4 + 64 + 16 + 1 and second.k_exact.shape[2] == 4 + 8 + 16 + 1
     assert cache.layers[0].positions is not cache.layers[1].positions
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("dim", [16, 48, 64, 80, 256])
-def test_transforms_leave_scores_alone(dim, ordered):
-    torch.manual_seed(0)
-    order = torch.stack([torch.randperm(dim) for _ in range(3)]) if ordered else None
-    k_transform, q_transform = k_and_q_transforms(torch.rand(3, dim) + 0.2, rotate=True, order=order)
-    if order is not None:
-        plain, _ = k_and_q_transforms(torch.ones(3, dim), rotate=False, order=order)
-        assert torch.equal((torch.arange(float(dim)) @ plain).long(), order)
-    q, k = torch.randn(3, 5, dim), torch.randn(3, 7, dim)
-    got = (q @ q_transform) @ (k @ k_transform).transpose(1, 2)
-    torch.testing.assert_close(got, q @ k.transpose(1, 2), rtol=1e-4, atol=1e-4)
-    rotation = hadamard(dim)
-    torch.testing.assert_close(rotation @ rotation.T, torch.eye(dim), rtol=0, atol=1e-5)
-    block = dim & -dim
-    assert bool((rotation[block:, :block] == 0).all())
 
 
 def stored(recipe, k, v):

@@ -1,4 +1,4 @@
-"""The rotation of K: Hadamard's matrix in blocks, its own inverse, and what it makes of stored keys."""
+"""The rotation of K: Hadamard's matrix in blocks, its own inverse; what else is done to K; and stored keys of both."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 import oracle
 import pytest
 import torch
-from calls import empty_storage, make, run
+from calls import empty_storage, equalized, make, run
 
 import torch_fp4kv
-from torch_fp4kv.cache.transform import hadamard
 from torch_fp4kv.ops.format.rotation import largest_block, rotate
+from torch_fp4kv.ops.format.transform import KeyTransform
 
 
 @pytest.mark.parametrize(("size", "block"), [(16, 16), (64, 64), (80, 16), (96, 32), (128, 16), (256, 256), (64, 1)])
@@ -22,7 +22,6 @@ def test_rotate_is_the_product_with_hadamard_s_matrix(size: int, block: int) -> 
     expected = (x.double().unflatten(-1, (-1, block)) @ oracle.hadamard(block)).flatten(-2)
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(rotate(got, block), x, rtol=0, atol=1e-5)
-    torch.testing.assert_close(got, x @ hadamard(size, block), rtol=0, atol=1e-5)
 
 
 def test_largest_block() -> None:
@@ -52,3 +51,36 @@ def test_rotated_keys_give_the_result_of_plain_ones() -> None:
     call = make(k_rotation=64, **options)
     oracle.check(call, *run(call))
     assert (run(replace(call, k_rotation=0))[0] - run(call)[0]).abs().max() > 0.1
+
+
+PARTS = [
+    ("bias",),
+    ("factors",),
+    ("order",),
+    ("rotation",),
+    ("bias", "rotation"),
+    ("factors", "order"),
+    ("bias", "factors", "order", "rotation"),
+]
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=" ".join)
+@pytest.mark.parametrize("dim", [16, 80, 128])
+def test_a_transform_leaves_scores_alone_and_has_an_inverse(dim: int, parts: tuple[str, ...]) -> None:
+    transform = KeyTransform(**{name: equalized(3, dim)[f"k_{name}"] for name in parts})
+    torch.manual_seed(0)
+    k, q = torch.randn(2, 3, 5, dim).bfloat16(), torch.randn(2, 6, 4, dim).bfloat16()
+    stored, bias = transform.key(k), transform.query_bias(q)
+    product = transform.query(q).float() @ stored.float().repeat_interleave(2, 1).transpose(-1, -2)
+    if bias is not None:
+        product = product + bias.unsqueeze(-1)
+    expected = q.float() @ k.float().repeat_interleave(2, 1).transpose(-1, -2)
+    torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(transform.original(stored).float(), k.float(), rtol=0, atol=1e-5)
+    assert (transform.query(q) is not q) == transform.moves_queries == (parts != ("bias",))
+
+
+def test_a_channel_is_stored_where_the_order_has_it() -> None:
+    order = torch.tensor([[2, 0, 1], [1, 2, 0]], dtype=torch.int32)
+    k = torch.tensor([[[[10.0, 11.0, 12.0]], [[20.0, 21.0, 22.0]]]])
+    assert KeyTransform(order=order).key(k).tolist() == [[[[12.0, 10.0, 11.0]], [[21.0, 22.0, 20.0]]]]

@@ -77,7 +77,7 @@ def call_it_another_format(tensors, metadata):
 
 
 def call_it_newer(tensors, metadata):
-    metadata["header"] = metadata["header"].replace('"version": 2', '"version": 3')
+    metadata["header"] = metadata["header"].replace('"version": 3', '"version": 4')
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def call_it_newer(tensors, metadata):
         (flip_a_bit, "altered"),
         (drop_a_tensor, "altered"),
         (call_it_another_format, "holds no saved cache"),
-        (call_it_newer, "version 3; this package reads version 2"),
+        (call_it_newer, "version 4; this package reads version 3"),
     ],
 )
 def test_a_file_that_is_not_a_saved_cache_is_refused_and_nothing_changes(model, tmp_path, change, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calls
 import pytest
 import torch
 import torch.distributed as dist
@@ -116,15 +117,16 @@ def test_what_cannot_be_split_is_refused(mesh):
 def test_exact_copies_and_transforms_go_with_their_heads(mesh):
     torch.manual_seed(0)
     x, slots, g = torch.randn(1, HEADS, 6, DIM), torch.arange(6)[None], torch.tensor(0.01)
-    bias, transform = torch.randn(HEADS, DIM), torch.eye(DIM).expand(HEADS, -1, -1) * torch.rand(HEADS, 1, 1)
+    bias = torch.randn(HEADS, DIM)
     exact = torch.zeros(1, HEADS, 9, DIM)
     want, copies = cache(), {"k_exact": exact.clone(), "v_exact": exact.clone()}
-    options = {"k_bias": bias, "v_bias": bias, "k_transform": transform.contiguous()}
-    torch_fp4kv.append(*want, x, x, slots, g, g, **options, **copies, exact_slots=slots)
+    options = {"v_bias": bias, **calls.equalized(HEADS, DIM)}
+    rotation = {"k_rotation": options.pop("k_rotation")}
+    torch_fp4kv.append(*want, x, x, slots, g, g, **options, **rotation, **copies, exact_slots=slots)
     mine = [place(mesh, t, Shard(1)) for t in cache()]
     placed = {name: place(mesh, exact.clone(), Shard(1)) for name in copies}
     heads = {name: place(mesh, t, Shard(0)) for name, t in options.items()}
     whole = [place(mesh, t, Replicate()) for t in (x, x, slots, g, g)]
-    torch_fp4kv.append(*mine, *whole, **heads, **placed, exact_slots=whole[2])
+    torch_fp4kv.append(*mine, *whole, **heads, **rotation, **placed, exact_slots=whole[2])
     for got, expected in zip([*mine, *placed.values()], [*want, *copies.values()]):
         assert torch.equal(got.to_local(), place(mesh, expected, Shard(1)).to_local())

@@ -20,7 +20,7 @@ from .ops.dequantize import DEQUANTIZE
 from .ops.quantize import QUANTIZE
 
 # Which dimension of an argument is that of heads, where it is not 1.
-_HEADS_FIRST = ("k_bias", "v_bias", "k_transform", "sink_logits")
+_HEADS_FIRST = ("k_bias", "v_bias", "k_factors", "k_order", "sink_logits")
 _WITHOUT_HEADS = ("slots", "exact_slots", "lengths", "q_lengths", "starts", "block_table", "exact_from")
 _MUTATED = ("k_data", "k_scales", "v_data", "v_scales")
 

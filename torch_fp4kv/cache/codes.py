@@ -1,8 +1,7 @@
 """The stored form of tokens whose exact values and block scales are known.
 
 Which block scale is best is decided by sums, which backends round differently. Under a given scale each step is a sum,
-a product, a quotient or a comparison of two float32 numbers, rounded once, so all devices agree on the result. A matrix
-product, `k_transform`, is no such step: there the result is not defined to the bit.
+a product, a quotient or a comparison of two float32 numbers, rounded once, so all devices agree on the result.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ import torch
 from torch import Tensor
 
 from ..ops.format import blocks, e4m3
-from ..ops.format.rotation import rotate
+from ..ops.format.transform import KeyTransform
 from .storage import LayerStorage
 
 
 def last_data(
     storage: LayerStorage, part: str, count: int, exact: Tensor, scales: Tensor | None, heads: slice
-) -> Tensor | None:
-    """What `append` stores of the last `count` tokens of K or V; None where it is not defined to the bit.
+) -> Tensor:
+    """What `append` stores of the last `count` tokens of K or V.
 
     Args:
-        storage: whose formats, bias, global scales and rotation apply.
+        storage: whose formats, biases, global scales and transform of K apply.
         part: "k" or "v".
         exact: `[B, H, ≥ count, D]`, as they were appended.
         scales: uint8 `[B, H, ≥ count, D/16]`, the block scales that were chosen, in linear order; None for a format
@@ -31,15 +30,10 @@ def last_data(
     Returns:
         `[B, H, count, ·]`, as in the storage's data.
     """
-    if part == "k" and storage.k_transform is not None:
-        return None
     storage_format = getattr(storage.recipe, f"{part}_format")
-    bias, global_scale = getattr(storage, f"{part}_bias"), getattr(storage, f"{part}_global")[heads, None, None]
-    x = exact[:, :, exact.shape[2] - count :].to(torch.float32)
-    if bias is not None:
-        x = x - bias[heads, None]
-    if part == "k" and storage.k_rotation:
-        x = rotate(x, storage.k_rotation)
+    global_scale = getattr(storage, f"{part}_global")[heads, None, None]
+    transform = storage.transform if part == "k" else KeyTransform(storage.v_bias)
+    x = transform.of_heads(heads).key(exact[:, :, exact.shape[2] - count :].to(torch.float32))
     if storage_format == "nvfp4":
         assert scales is not None
         scale = e4m3.decode(scales[:, :, scales.shape[2] - count :])

@@ -185,7 +185,7 @@ class _Layer:
             if exact:
                 # What follows from the exact values is left out, unless another library wrote other bytes.
                 rest = last_data(storage, name, tokens.stop - exact_from, exact[name], new_scales, slice(None))
-                if rest is not None and torch.equal(rest, new[:, :, exact_from - first :]):
+                if torch.equal(rest, new[:, :, exact_from - first :]):
                     new = new[:, :, : exact_from - first]
             tensors[f"{name}_data"] = new if new_scales is None else to_packed(new)
             if new_scales is not None:
@@ -208,7 +208,7 @@ class _Layer:
         target = slice(both.start - self.heads.start, both.stop - self.heads.start)
         index = torch.tensor(rows, device=positions.lengths.device)
         pages, offsets = self._slots(index, facts["first"], message.stop)
-        storage.set_rotated(facts["rotated"])
+        storage.rotated = facts["rotated"]
         for name in _HEAD_TENSORS:
             if name in tensors:
                 getattr(storage, name)[target] = tensors[name][source].to(index.device)
@@ -230,7 +230,6 @@ class _Layer:
             if left_out:
                 exact = tensors[f"{name}_exact"][:, source].to(data.device)
                 rest = last_data(storage, name, left_out, exact, new_scales, target)
-                assert rest is not None
                 new = torch.cat([new, rest], 2)
             data[pages, target, offsets] = new.transpose(1, 2)
         if message.more:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .hf import NVFP4Cache
 
 FORMAT = "torch_fp4kv.cache"
-VERSION = 2
+VERSION = 3
 
 _TOKEN_TENSORS = ("k_data", "k_scales", "v_data", "v_scales")
 
@@ -153,7 +153,7 @@ class _Saved:
 
     def restore(self) -> None:
         layer, used = self.contents.layer, self.contents.tokens
-        layer.storage.set_rotated(self.rotated)
+        layer.storage.rotated = self.rotated
         for name, tensor in layer.storage.tensors():
             target = tensor[:, :, :used] if name in _TOKEN_TENSORS else tensor
             target.copy_(self.tensors[name])

@@ -20,13 +20,13 @@ from ..ops.append import append
 from ..ops.attention import attention
 from ..ops.dequantize import values
 from ..ops.format.constants import BLOCK, E4M3_MAX, SCALE_MAX
-from ..ops.format.rotation import largest_block, rotate
+from ..ops.format.rotation import largest_block
+from ..ops.format.transform import KeyTransform
 from ..ops.statistics import block_amax, channel_means
 from ..recipe import LayerCalibration, Matrix, Recipe
 from ..scales import choose_global_scale, scale_without_clipping
 from .buffers import allocate
 from .positions import RING_SLACK, Positions
-from .transform import k_and_q_transforms
 
 MAX_DECODE_TOKENS = 16
 """Up to as many new tokens read their own K and V from the cache; more are a prefill and see each other exactly."""
@@ -35,7 +35,7 @@ MIN_BIAS_TOKENS = 8
 """Fewer first tokens give no bias, and without one K is not rotated."""
 
 ROW_TENSORS = ("k_data", "k_scales", "v_data", "v_scales", "k_exact", "v_exact")
-_HEAD_TENSORS = ("k_global", "v_global", "k_bias", "v_bias", "k_transform", "q_transform")
+_HEAD_TENSORS = ("k_global", "v_global", "k_bias", "v_bias", "k_factors", "k_order")
 
 
 def whole_tiles(tokens: int) -> int:
@@ -50,9 +50,8 @@ class LayerStorage:
     Attributes:
         k_data, k_scales, v_data, v_scales: as `fp4kv::append` takes them, with one page of T tokens a row.
         k_global, v_global: float32 `[H]`, calibrated, or chosen from the first tokens and frozen until `reset`.
-        k_bias, v_bias: float32 `[H, D]` and `[H, Dv]` or None; k_transform, q_transform: float32 `[H, D, D]` or None.
-            Stored K is `(k - k_bias) @ k_transform`, or without one rotated in blocks of `k_rotation` channels; it
-            meets `q @ q_transform`, or q rotated, and `q · k_bias` is added to the score. Stored V is `v - v_bias`.
+        k_bias, k_factors, k_order: as `fp4kv::append` and `fp4kv::attention` take them, or None.
+        v_bias: float32 `[H, Dv]` or None.
         k_exact, v_exact: `[B, H, E, ·]` or None, in the model's dtype.
         empty: no token has been stored since the last reset.
         frozen: bias and scales stay, also for the first tokens after a reset.
@@ -72,8 +71,8 @@ class LayerStorage:
         self.v_exact: Tensor | None = None
         self.k_bias: Tensor | None = None
         self.v_bias: Tensor | None = None
-        self.k_transform: Tensor | None = None
-        self.q_transform: Tensor | None = None
+        self.k_factors: Tensor | None = None
+        self.k_order: Tensor | None = None
         self.rotated = False
         self.v_scale_layout = "linear"
 
@@ -115,11 +114,14 @@ class LayerStorage:
         if recipe.rotate_k or recipe.equalize_k:
             if not torch.compiler.is_compiling() and k.numel() and k.data_ptr() == v.data_ptr() != 0:
                 raise ValueError("rotate_k and equalize_k do not apply where V is a view of K (MLA)")
-            if recipe.equalize_k:
-                self.k_transform = allocate((heads, k.shape[-1], k.shape[-1]), torch.float32, device)
-                self.q_transform = allocate((heads, k.shape[-1], k.shape[-1]), torch.float32, device)
             self.rotated = recipe.rotate_k
-            self._set_transforms()
+        if recipe.equalize_k:
+            shape = (heads, k.shape[-1])
+            self.k_factors = allocate(shape, torch.float32, device)
+            self.k_factors.copy_(_calibrated(calibration.k_factors, shape, "k_factors"))
+            if calibration.k_order is not None:
+                self.k_order = allocate(shape, torch.int32, device)
+                self.k_order.copy_(_calibrated(calibration.k_order, shape, "k_order"))
         for name in ("k_scale", "v_scale"):
             numbers = getattr(calibration, name)
             if numbers is not None and len(numbers) not in (1, heads):
@@ -143,29 +145,17 @@ class LayerStorage:
         view.frozen = True
         return view
 
-    def set_rotated(self, rotated: bool) -> None:
-        """Stores K rotated, or not, from now on."""
-        if rotated != self.rotated:
-            self.rotated = rotated
-            self._set_transforms()
-
-    def _set_transforms(self) -> None:
-        if self.k_transform is None or self.q_transform is None:
-            return
-        heads, dim = self.k_data.shape[1], self.head_dim
-        calibration = self.recipe.calibration[0]
-        factors = _calibrated(calibration.k_factors, (heads, dim), "k_factors")
-        order = None
-        if calibration.k_order is not None:
-            order = _calibrated(calibration.k_order, (heads, dim), "k_order").long()
-        k_transform, q_transform = k_and_q_transforms(factors, self.rotated, order)
-        self.k_transform.copy_(k_transform)
-        self.q_transform.copy_(q_transform)
-
     @property
     def k_rotation(self) -> int:
-        """Channels that are rotated together; 0 where K is not rotated, or `k_transform` does it."""
-        return largest_block(self.head_dim) if self.rotated and self.k_transform is None else 0
+        """Channels that are rotated together, 0 where K is not; with an order, which makes blocks alike, a block's."""
+        if not self.rotated:
+            return 0
+        return largest_block(self.head_dim) if self.k_order is None else BLOCK
+
+    @property
+    def transform(self) -> KeyTransform:
+        """What stored K is of K."""
+        return KeyTransform(self.k_bias, self.k_factors, self.k_order, self.k_rotation)
 
     def _data(self, storage_format: str, x: Tensor, pages: int | None = None) -> tuple[Tensor, Tensor | None]:
         batch, heads, _, dim = x.shape
@@ -192,22 +182,6 @@ class LayerStorage:
     @staticmethod
     def _dim(data: Tensor, storage_format: str) -> int:
         return data.shape[-1] * (BLOCK if storage_format in ("nvfp4", "block-fp4") else 1)
-
-    def stored_query(self, q: Tensor) -> Tensor | None:
-        """What stored K meets in place of `q` `[B, Hq, n, D]`, before `k_rotation`; None if it is q itself."""
-        if self.q_transform is None:
-            return None
-        # KV heads first: a matrix product with rows of a head, not with a copy of its matrix for each row.
-        grouped = q.to(torch.float32).unflatten(1, (self.q_transform.shape[0], -1)).transpose(0, 1)
-        with torch.autocast(q.device.type, enabled=False):
-            rows = grouped.flatten(1, 3) @ self.q_transform
-        return rows.view(grouped.shape).transpose(0, 1).flatten(1, 2).to(q.dtype)
-
-    def query_bias(self, q: Tensor) -> Tensor | None:
-        """float32 `[B, Hq, n]`: `q · k_bias`, what the shift took from the score of stored K."""
-        if self.k_bias is None:
-            return None
-        return (q.unflatten(1, (self.k_bias.shape[0], -1)) * self.k_bias[:, None, None, :]).sum(-1).flatten(1, 2)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that holds state, by name."""
@@ -280,7 +254,8 @@ class LayerStorage:
             self.v_global,
             k_bias=self.k_bias,
             v_bias=self.v_bias,
-            k_transform=self.k_transform,
+            k_factors=self.k_factors,
+            k_order=self.k_order,
             k_rotation=self.k_rotation,
             k_exact=self.k_exact,
             v_exact=self.v_exact,
@@ -305,10 +280,10 @@ class LayerStorage:
                 # The first tokens are unlike the rest, and sinks are kept exact anyway.
                 sinks = self.recipe.num_sink_tokens
                 self.k_bias.copy_(channel_means(k, first + sinks if num_new >= MIN_BIAS_TOKENS + sinks else first))
-                self.set_rotated(self.recipe.rotate_k)
+                self.rotated = self.recipe.rotate_k
             else:
                 self.k_bias.zero_()
-                self.set_rotated(False)
+                self.rotated = False
         calibration = self.recipe.calibration[0] if self.recipe.calibration else LayerCalibration()
         self._set_scale(
             self.k_global, self.recipe.k_format, calibration.k_scale, lambda: self._block_amax_of_k(k, first)
@@ -331,13 +306,9 @@ class LayerStorage:
 
     def _block_amax_of_k(self, k: Tensor, first: Tensor) -> Tensor:
         """`block_amax` of `k` as it is stored."""
-        if self.k_transform is None:
+        if self.k_factors is None and self.k_order is None:
             return block_amax(k, first, self.k_bias, self.k_rotation)
-        stored = k.to(torch.float32)
-        if self.k_bias is not None:
-            stored = stored - self.k_bias[:, None, :]
-        with torch.autocast(k.device.type, enabled=False):
-            return block_amax(stored @ self.k_transform, first)
+        return block_amax(self.transform.key(k), first)
 
     def _clone_rings(self, batch: int) -> Before:
         """Copies of what the next prefill overwrites: exact slots, and a sliding layer's whole ring; both are small."""
@@ -484,8 +455,9 @@ class Update:
             v_exact=v_exact,
             exact_from=exact_from[:batch] if k_exact is not None and positions.ring else None,
             num_sink_tokens=0 if k_exact is None else storage.recipe.num_sink_tokens,
-            q_stored=storage.stored_query(q),
-            stored_bias=storage.query_bias(q),
+            k_bias=storage.k_bias,
+            k_factors=storage.k_factors,
+            k_order=storage.k_order,
             k_rotation=storage.k_rotation,
             v_bias=storage.v_bias,
             mask=mask,
@@ -514,12 +486,7 @@ class Update:
         storage = self.storage
         k_data, k_scales, _, _ = self._data()
         k = values(k_data, k_scales, storage.k_global, storage.recipe.k_format)
-        if storage.q_transform is not None:
-            k = k @ storage.q_transform.transpose(-1, -2)
-        if storage.k_rotation:
-            k = rotate(k, storage.k_rotation)
-        if storage.k_bias is not None:
-            k = k + storage.k_bias[:, None, :]
+        k = storage.transform.original(k)
         return self._in_order(k, storage.k_exact if self.before is None else self.before.k_exact, self.k_new)
 
     def values(self) -> Tensor:

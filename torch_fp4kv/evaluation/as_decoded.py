@@ -23,7 +23,6 @@ from torch import Tensor
 from ..cache.positions import Positions
 from ..cache.storage import LayerStorage
 from ..ops.dequantize import values
-from ..ops.format.rotation import rotate
 from ..recipe import LayerCalibration, Recipe
 
 NAME = "fp4kv_as_decoded"
@@ -67,12 +66,9 @@ class StoredText:
 
     def query(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
         """`(q_stored [B, Hq, N, D], stored_bias [B, Hq, N] or None)`: what stored K meets in place of `q`."""
-        folded, shape = q.flatten(0, 1)[None], q.shape[:2]
-        q_stored, bias = self.storage.stored_query(folded), self.storage.query_bias(folded)
-        q_stored = q if q_stored is None else q_stored[0].unflatten(0, shape)
-        if self.storage.k_rotation:
-            q_stored = rotate(q_stored, self.storage.k_rotation)
-        return q_stored, None if bias is None else bias[0].unflatten(0, shape)
+        folded, shape, transform = q.flatten(0, 1)[None], q.shape[:2], self.storage.transform
+        q_stored, bias = transform.query(folded), transform.query_bias(folded)
+        return q_stored[0].unflatten(0, shape), None if bias is None else bias[0].unflatten(0, shape)
 
     def exact_parts(self, query: Tensor, key: Tensor) -> list[tuple[slice, Tensor]]:
         """Where queries at consecutive positions `query` `[n]` read exact copies: columns of `key` (0, 1, … `[N]`) and

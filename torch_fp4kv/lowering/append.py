@@ -18,7 +18,7 @@ from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from .. import _compat
 from ..ops.format.constants import SCALE_MAX
-from ..ops.format.rotation import rotate
+from ..ops.format.transform import KeyTransform
 from . import arithmetic as a
 from . import blocks
 from .quantize import per_block, scale_rule_unsupported
@@ -31,7 +31,8 @@ def unsupported(
     v_scales: Any,
     k: Any,
     *_args: Any,
-    k_transform: Any = None,
+    k_factors: Any = None,
+    k_order: Any = None,
     k_rotation: int = 0,
     skip_negative: bool = False,
     scale_rule: str = "amax",
@@ -40,13 +41,12 @@ def unsupported(
     """Why these arguments are left to the op itself, or None."""
     if skip_negative:
         return "skip_negative leaves tokens out, and a compiled write has no mask"
-    if k_transform is not None:
-        return "k_transform is a matrix product of its own"
     device = k.get_device()
-    if k_rotation and device.type != "cpu":
-        return "k_rotation mixes a head's blocks, for which there is a kernel"
-    if k_rotation and not _compat.is_static(k):
-        return "K is rotated and its shape is dynamic"
+    moved = k_factors is not None or k_order is not None or k_rotation
+    if moved and device.type != "cpu":
+        return "K is transformed across its blocks, for which there is a kernel"
+    if moved and not _compat.is_static(k):
+        return "K is transformed and its shape is dynamic"
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for, and a compiled write is a scatter"
     return scale_rule_unsupported(scale_rule, device)
@@ -65,6 +65,8 @@ def lower(
     *,
     k_bias: Any = None,
     v_bias: Any = None,
+    k_factors: Any = None,
+    k_order: Any = None,
     k_rotation: int = 0,
     k_exact: Any = None,
     v_exact: Any = None,
@@ -77,7 +79,9 @@ def lower(
 ) -> None:
     """Writes `k` and `v` into the cache."""
     scale_max = SCALE_MAX[v_scale_layout]
-    stored_k, bias = (_rotated(k, k_bias, k_rotation), None) if k_rotation else (k, k_bias)
+    stored_k, bias = k, k_bias
+    if k_factors is not None or k_order is not None or k_rotation:
+        stored_k, bias = _transformed(k, {"bias": k_bias, "factors": k_factors, "order": k_order}, k_rotation), None
     _store(k_data, k_scales, stored_k, slots, k_global, bias, k_format, scale_rule, scale_max, "linear")
     _store(v_data, v_scales, v, slots, v_global, v_bias, v_format, scale_rule, scale_max, v_scale_layout)
     if exact_slots is not None:
@@ -85,16 +89,16 @@ def lower(
         _store_exact(v_exact, v, exact_slots)
 
 
-def _rotated(k: Any, bias: Any, block: int) -> Any:
-    """float32 `k - bias`, rotated as the op does it."""
+def _transformed(k: Any, fields: dict[str, Any], rotation: int) -> Any:
+    """What is stored of K, as the op has it; `fields` are tensors of a `KeyTransform`, where given."""
     args, kwargs = _compat.current_fake_arguments()
-    tensors = [(k, args[4])] if bias is None else [(k, args[4]), (bias, kwargs["k_bias"])]
+    given = {name: value for name, value in fields.items() if value is not None}
+    fakes = [args[4], *[kwargs[f"k_{name}"] for name in given]]
 
-    def function(k: Tensor, *bias: Tensor) -> tuple[Tensor]:
-        x = k.to(torch.float32) - bias[0][:, None] if bias else k
-        return (rotate(x, block),)
+    def function(k: Tensor, *tensors: Tensor) -> tuple[Tensor]:
+        return (KeyTransform(**dict(zip(given, tensors)), rotation=rotation).key(k),)
 
-    (result,) = _compat.inline(function, *zip(*tensors))
+    (result,) = _compat.inline(function, [k, *given.values()], fakes)
     return result
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from . import backends, checks
 from ._library import define
 from .call import AppendCall, head_dim_of
-from .format import blocks, e4m3, layout, rotation
+from .format import blocks, e4m3, layout
 from .format.constants import SCALE_MAX
+from .format.transform import KeyTransform
 
 
 def append(
@@ -30,7 +31,8 @@ def append(
     *,
     k_bias: Tensor | None = None,
     v_bias: Tensor | None = None,
-    k_transform: Tensor | None = None,
+    k_factors: Tensor | None = None,
+    k_order: Tensor | None = None,
     k_rotation: int = 0,
     k_exact: Tensor | None = None,
     v_exact: Tensor | None = None,
@@ -52,8 +54,10 @@ def append(
         slots: int64 `[B, L]`, `page · T + offset` of each token; no slot twice in a call.
         k_global, v_global: decode scales: a number, or float32 `[]` or `[H]`.
         k_bias, v_bias: float32 `[H, D]` and `[H, Dv]`, subtracted before quantising.
-        k_transform: float32 `[H, D, D]`; stored K is `(k - k_bias) @ k_transform`.
-        k_rotation: if not 0, stored K is `k - k_bias` rotated in blocks of so many channels (`format/rotation.py`).
+        k_factors: float32 `[H, D]`, positive; `k - k_bias` is multiplied by it.
+        k_order: int32 `[H, D]`; channel `k_order[h, j]` of that is stored as the j-th.
+        k_rotation: if not 0, that is rotated in blocks of so many channels (`format/rotation.py`). `attention` takes
+            the same four of K.
         k_exact, v_exact: mutated. `[≥B, H, E, D]` and `[≥B, H, E, Dv]`: the raw k and v are also written at
             `exact_slots` (int64 `[B, L]`, within a row); slot E - 1 is scratch, nobody reads it.
         skip_negative: leave out tokens whose slot is negative (padding of a captured graph), exact copies included.
@@ -80,12 +84,8 @@ def append(
     _check_slot_tensor(slots, k, "slots")
     _check_exact(k_exact, v_exact, exact_slots, k, v)
     heads, head_dim = k.shape[1], k.shape[3]
-    checks.bias(k_bias, ((heads, head_dim),), k.device, "k_bias")
+    checks.transform(KeyTransform(k_bias, k_factors, k_order, k_rotation), (heads, head_dim), k.device)
     checks.bias(v_bias, ((heads, v.shape[3]),), k.device, "v_bias")
-    checks.bias(k_transform, ((heads, head_dim, head_dim),), k.device, "k_transform")
-    checks.rotation(k_rotation, head_dim)
-    if k_rotation and k_transform is not None:
-        raise ValueError("k_rotation and k_transform exclude each other: let k_transform rotate")
     torch.ops.fp4kv.append(
         k_data,
         k_scales,
@@ -98,7 +98,8 @@ def append(
         _scale(v_global, v, "v_global"),
         k_bias=k_bias,
         v_bias=v_bias,
-        k_transform=k_transform,
+        k_factors=k_factors,
+        k_order=k_order,
         k_rotation=k_rotation,
         k_exact=k_exact,
         v_exact=v_exact,
@@ -173,6 +174,7 @@ def _body(*args: Any, **kwargs: Any) -> None:
     call = AppendCall(*args, **kwargs)
     checks.scale_values(call.k_global, "k_global")
     checks.scale_values(call.v_global, "v_global")
+    checks.transform_values(call.transform)
     name = backends.choose("append", call.k.device, call.backend, call).name
     if name == "flashinfer":
         from .flashinfer import append as flashinfer
@@ -200,13 +202,8 @@ def _append(call: AppendCall) -> None:
     _check_slots(slots, keep, call.k_data.shape[0] * call.k_data.shape[2], "slots")
     if k_exact is not None and exact_slots is not None:
         _check_slots(exact_slots, keep, k_exact.shape[2], "exact_slots")
-    stored_k = _stored(k, call.k_bias)
-    if call.k_transform is not None:
-        stored_k = stored_k.to(torch.float32) @ call.k_transform
-    if call.k_rotation:
-        stored_k = rotation.rotate(stored_k, call.k_rotation)
-    _write(call, call.k_data, call.k_scales, stored_k, call.k_global, keep, call.k_format, "linear")
-    stored_v = _stored(v, call.v_bias)
+    _write(call, call.k_data, call.k_scales, call.transform.key(k), call.k_global, keep, call.k_format, "linear")
+    stored_v = v if call.v_bias is None else v.to(torch.float32) - call.v_bias[:, None, :]
     _write(call, call.v_data, call.v_scales, stored_v, call.v_global, keep, call.v_format, call.v_scale_layout)
     if k_exact is not None and v_exact is not None and exact_slots is not None:
         rows = torch.arange(k.shape[0], device=k.device)[:, None].expand_as(exact_slots)
@@ -225,10 +222,6 @@ def _check_slots(slots: Tensor, keep: Tensor | None, num_slots: int, name: str) 
         raise ValueError(
             f"{name} must lie in [0, {num_slots}), the cache's capacity, got [{int(used.min())}, {int(used.max())}]"
         )
-
-
-def _stored(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else x.to(torch.float32) - bias[:, None, :]
 
 
 def _write(
@@ -299,9 +292,10 @@ def _fake(
 APPEND = define(
     "append(Tensor(a!) k_data, Tensor(b!)? k_scales, Tensor(c!) v_data, Tensor(d!)? v_scales, Tensor k, Tensor v, "
     "Tensor slots, Tensor k_global, Tensor v_global, *, Tensor? k_bias=None, Tensor? v_bias=None, "
-    "Tensor? k_transform=None, int k_rotation=0, Tensor(e!)? k_exact=None, Tensor(f!)? v_exact=None, "
-    'Tensor? exact_slots=None, bool skip_negative=False, str k_format="nvfp4", str v_format="nvfp4", '
-    'str scale_rule="amax", str v_scale_layout="linear", str backend="auto") -> ()',
+    "Tensor? k_factors=None, Tensor? k_order=None, int k_rotation=0, Tensor(e!)? k_exact=None, "
+    "Tensor(f!)? v_exact=None, Tensor? exact_slots=None, bool skip_negative=False, "
+    'str k_format="nvfp4", str v_format="nvfp4", str scale_rule="amax", str v_scale_layout="linear", '
+    'str backend="auto") -> ()',
     body=_body,
     fake=_fake,
 )

@@ -27,9 +27,9 @@ Exact copies stand in for stored tokens: positions ≥ lengths - n come from `k_
 `R = E - num_sink_tokens - 1` (the last slot takes writes that nobody reads). All other positions come from storage.
 
 Scores: `softcap(scale · q·k)` with `softcap(s) = c · tanh(s / c)` for c > 0 (Gemma 2), then the mask. Stored K may be
-shifted and transformed: stored keys meet `q_stored` ([B, Hq, L, D], default q), rotated in blocks of `k_rotation`
-channels if that is not 0 (`format/rotation.py`), and their product gets `stored_bias` ([B, Hq, L] float32, = q·μ) added
-before scaling, so exact and stored keys stand in one softmax. `v_bias` ([H, Dv]
+shifted, equalised, reordered and rotated: `k_bias`, `k_factors` ([H, D] float32), `k_order` ([H, D] int32) and
+`k_rotation` are those of `append`. Stored keys then meet queries transformed as `format/transform.py` says, and their
+product gets `q · k_bias` added before scaling, so that exact and stored keys stand in one softmax. `v_bias` ([H, Dv]
 float32) is added to every stored V. `sink_logits` ([Hq]) adds `exp(sink)` to each denominator (GPT-OSS); the
 log-sum-exp of a query (not padding) that sees nothing is then its sink.
 
@@ -53,10 +53,10 @@ _ARGUMENTS = (
     "Tensor q, Tensor k_data, Tensor? k_scales, Tensor v_data, Tensor? v_scales, Tensor k_global, Tensor v_global, "
     "Tensor lengths, *, Tensor? q_lengths=None, Tensor? starts=None, Tensor? block_table=None, Tensor? k_new=None, "
     "Tensor? v_new=None, Tensor? k_exact=None, Tensor? v_exact=None, Tensor? exact_from=None, int num_sink_tokens=0, "
-    "Tensor? q_stored=None, Tensor? stored_bias=None, int k_rotation=0, Tensor? v_bias=None, Tensor? mask=None, "
-    "Tensor? sink_logits=None, bool causal=True, SymInt window=-1, float softcap=0., float? scale=None, "
-    'str k_format="nvfp4", str v_format="nvfp4", str v_scale_layout="linear", ScalarType? out_dtype=None, '
-    'str backend="auto"'
+    "Tensor? k_bias=None, Tensor? k_factors=None, Tensor? k_order=None, int k_rotation=0, Tensor? v_bias=None, "
+    "Tensor? mask=None, Tensor? sink_logits=None, bool causal=True, SymInt window=-1, float softcap=0., "
+    'float? scale=None, str k_format="nvfp4", str v_format="nvfp4", str v_scale_layout="linear", '
+    'ScalarType? out_dtype=None, str backend="auto"'
 )
 
 
@@ -135,15 +135,10 @@ def _check(call: AttentionCall) -> None:
     _check_rows(call, batch)
     _check_tokens(call)
     kv_heads = call.num_kv_heads
-    checks.bias(call.stored_bias, ((batch, num_heads, num_queries),), call.q.device, "stored_bias")
-    checks.rotation(call.k_rotation, head_dim)
+    checks.transform(call.transform, (kv_heads, head_dim), call.q.device)
     checks.bias(call.v_bias, ((kv_heads, call.v_head_dim),), call.q.device, "v_bias")
-    for tensor, expected, name in (
-        (call.q_stored, tuple(call.q.shape), "q_stored"),
-        (call.sink_logits, (num_heads,), "sink_logits"),
-    ):
-        if tensor is not None:
-            _check_floats(tensor, expected, call.q.device, name)
+    if call.sink_logits is not None:
+        _check_floats(call.sink_logits, (num_heads,), call.q.device, "sink_logits")
     if call.mask is not None:
         checks.same_device(call.mask, call.q.device, "mask")
         _check_mask(call.mask, (batch, num_heads, num_queries))
@@ -228,6 +223,7 @@ def _check_values(call: AttentionCall) -> None:
     """Raises ValueError for scales, lengths, starts or pages that cannot be; on the CPU, where the host sees them."""
     checks.scale_values(call.k_global, "k_global")
     checks.scale_values(call.v_global, "v_global")
+    checks.transform_values(call.transform)
     num_queries, page_size, pages = call.q.shape[2], call.page_size, call.k_data.shape[0]
     lengths = call.lengths.tolist()
     counts = [num_queries] * len(lengths) if call.q_lengths is None else call.q_lengths.tolist()

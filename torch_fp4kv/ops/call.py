@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .format.constants import BLOCK
-from .format.rotation import rotate
+from .format.transform import KeyTransform
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class AppendCall:
     v_global: Tensor
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
-    k_transform: Tensor | None = None
+    k_factors: Tensor | None = None
+    k_order: Tensor | None = None
     k_rotation: int = 0
     k_exact: Tensor | None = None
     v_exact: Tensor | None = None
@@ -37,6 +38,10 @@ class AppendCall:
     scale_rule: str = "amax"
     v_scale_layout: str = "linear"
     backend: str = "auto"
+
+    @property
+    def transform(self) -> KeyTransform:
+        return KeyTransform(self.k_bias, self.k_factors, self.k_order, self.k_rotation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,9 @@ class AttentionCall:
     v_exact: Tensor | None = None
     exact_from: Tensor | None = None
     num_sink_tokens: int = 0
-    q_stored: Tensor | None = None
-    stored_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    k_factors: Tensor | None = None
+    k_order: Tensor | None = None
     k_rotation: int = 0
     v_bias: Tensor | None = None
     mask: Tensor | None = None
@@ -111,15 +117,8 @@ class AttentionCall:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
-    def query_of_stored(self) -> Tensor:
-        """The query that stored keys meet, before `k_rotation`."""
-        return self.q if self.q_stored is None else self.q_stored
-
-    def rotated(self) -> AttentionCall:
-        """The same call with rotated queries (float32) as `q_stored`, for backends that do not rotate."""
-        if not self.k_rotation:
-            return self
-        return replace(self, q_stored=rotate(self.query_of_stored, self.k_rotation), k_rotation=0)
+    def transform(self) -> KeyTransform:
+        return KeyTransform(self.k_bias, self.k_factors, self.k_order, self.k_rotation)
 
     @property
     def result_dtype(self) -> torch.dtype:

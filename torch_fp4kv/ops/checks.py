@@ -10,6 +10,7 @@ from torch import Tensor
 from .format import layout
 from .format.blocks import SCALE_RULES
 from .format.constants import BLOCK, GLOBAL_SCALE_MAX, GLOBAL_SCALE_MIN
+from .format.transform import KeyTransform
 
 FORMATS = ("nvfp4", "fp8", "block-fp4", "exact")
 """Storage formats: NVFP4; e4m3 under the global scale; FP4 blocks under a power of two; the model's own dtype."""
@@ -78,10 +79,29 @@ def bias(tensor: Tensor | None, shapes: tuple[tuple[int, ...], ...], device: tor
         raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
 
 
-def rotation(block: int, size: int) -> None:
-    """Raises ValueError unless `block` is 0 or a power of two that divides head size `size`."""
+def transform(given: KeyTransform, shape: tuple[int, int], device: torch.device) -> None:
+    """Raises unless `given` is for K of `shape`, `(H, D)`, on `device`; the values are for `transform_values`."""
+    bias(given.bias, (shape,), device, "k_bias")
+    bias(given.factors, (shape,), device, "k_factors")
+    if given.order is not None:
+        has_dtype(given.order, torch.int32, "k_order")
+        same_device(given.order, device, "k_order")
+        if not _has_shape(given.order, (shape,)):
+            raise ValueError(f"k_order must have shape {list(shape)}, got {list(given.order.shape)}")
+    block, size = given.rotation, shape[1]
     if block and (block < 0 or block & (block - 1) or size % block):
         raise ValueError(f"k_rotation must be 0 or a power of two that divides the head size {size}, got {block}")
+
+
+def transform_values(given: KeyTransform) -> None:
+    """Raises ValueError where the host sees factors that are not positive and finite, or an order that is none."""
+    factors, order = given.factors, given.order
+    if factors is not None and factors.device.type == "cpu" and not bool(((factors > 0) & (factors < math.inf)).all()):
+        raise ValueError("k_factors must be positive and finite")
+    if order is not None and order.device.type == "cpu":
+        each = torch.arange(order.shape[-1], dtype=order.dtype).expand_as(order)
+        if not torch.equal(order.sort(-1).values, each):
+            raise ValueError("k_order must hold each channel of a head once")
 
 
 def shape(tensor: Tensor, expected: tuple[int, ...], name: str) -> None:

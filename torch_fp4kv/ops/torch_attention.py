@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .call import AttentionCall
 from .dequantize import values
-from .format.rotation import rotate
 
 TILE_ELEMENTS = 1 << 19
 """Elements of K dequantised at once, over batch and heads."""
@@ -33,10 +32,10 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     batch, heads, num_queries, _ = call.q.shape
     out, lse = call.empty_out(), call.empty_lse()
     if lse.numel():
-        block = max(1, SCORE_ELEMENTS // (batch * heads * tile_size(call)))
+        block, stored = max(1, SCORE_ELEMENTS // (batch * heads * tile_size(call))), stored_query(call)
         for first in range(0, num_queries, block):
             last = min(first + block, num_queries)
-            out[:, :, first:last], lse[:, :, first:last] = _attend(Queries(call, first, last))
+            out[:, :, first:last], lse[:, :, first:last] = _attend(Queries(call, first, last, stored))
     return out, lse if call.return_lse else None
 
 
@@ -56,10 +55,18 @@ def tile_size(call: AttentionCall) -> int:
     return size // 4 * 4
 
 
+StoredQuery = tuple[Tensor, Tensor | None]
+"""What stored keys meet, `[B, Hq, L, D]`, and what is added to their product, float32 `[B, Hq, L]`."""
+
+
+def stored_query(call: AttentionCall) -> StoredQuery:
+    return call.transform.query(call.q), call.transform.query_bias(call.q)
+
+
 class Queries:
     """Queries `first … last - 1` of a call with their positions, and what they may see."""
 
-    def __init__(self, call: AttentionCall, first: int, last: int) -> None:
+    def __init__(self, call: AttentionCall, first: int, last: int, stored: StoredQuery) -> None:
         self.call, self.first, self.last = call, first, last
         self.lengths = call.lengths.to(torch.int64)
         num_new = torch.full_like(self.lengths, call.q.shape[2]) if call.q_lengths is None else call.q_lengths.long()
@@ -68,10 +75,9 @@ class Queries:
         self.real = index < num_new[:, None]
         self.positions = self.lengths[:, None] - num_new[:, None] + index
         self.q = self._grouped(call.q)
-        self.q_stored = self.q if call.q_stored is None else self._grouped(call.q_stored)
-        if call.k_rotation:
-            self.q_stored = rotate(self.q_stored, call.k_rotation)
-        self.stored_bias = None if call.stored_bias is None else self._grouped(call.stored_bias)
+        q_stored, stored_bias = stored
+        self.q_stored = self.q if q_stored is call.q else self._grouped(q_stored)
+        self.stored_bias = None if stored_bias is None else self._grouped(stored_bias)
         self.mask = None if call.mask is None else self._own_rows(call.mask)
         self.sink_end = self.starts + call.num_sink_tokens if call.k_exact is not None else self.starts
         self.first_ring = self.lengths

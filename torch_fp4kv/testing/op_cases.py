@@ -131,9 +131,8 @@ def _append_with_all(k_format: str, v_format: str, scale_rule: str) -> OpCase:
         k = _inputs("plain", "transposed", device, torch.float32)
         exact = torch.zeros(3, 3, 7, 32, device=device)
         options = {
-            "k_bias": torch.randn(3, 32, device=device),
             "v_bias": torch.randn(3, 32, device=device),
-            "k_transform": torch.randn(3, 32, 32, device=device),
+            **_transform(3, device),
             "k_exact": exact,
             "v_exact": exact.clone(),
             "exact_slots": torch.arange(5, device=device).expand(2, 5),
@@ -145,6 +144,16 @@ def _append_with_all(k_format: str, v_format: str, scale_rule: str) -> OpCase:
         return _append_arguments(k, k_format, v_format), options
 
     return OpCase("append", f"all arguments, {k_format} and {v_format}", make)
+
+
+def _transform(heads: int, device: torch.device) -> dict[str, Any]:
+    order = torch.stack([torch.randperm(32, device=device) for _ in range(heads)])
+    return {
+        "k_bias": torch.randn(heads, 32, device=device),
+        "k_factors": torch.rand(heads, 32, device=device) + 0.5,
+        "k_order": order.int(),
+        "k_rotation": 16,
+    }
 
 
 def _append_rotated(device: torch.device) -> Arguments:
@@ -223,8 +232,7 @@ def _attention_of_views(view: str) -> OpCase:
         args[0] = VIEWS[view](args[0])
         kwargs["mask"] = torch.rand(2, 1, 9, 4, device=device).transpose(2, 3) > 0.5
         kwargs["sink_logits"] = torch.randn(8, device=device)[::2]
-        kwargs["q_stored"] = VIEWS[view](torch.randn(args[0].shape, device=device))
-        kwargs["k_rotation"] = 16
+        kwargs.update(_transform(2, device))
         return args, kwargs
 
     return OpCase("attention_with_lse", f"queries {view}, strided mask", make)

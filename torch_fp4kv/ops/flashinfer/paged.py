@@ -85,8 +85,7 @@ def _cut(x: Tensor, size: int) -> Tensor:
 
 def fold_query(call: AttentionCall) -> Tensor:
     """float32 `[B, L, Hq, D]`: what meets stored keys, times K's global scale of each head."""
-    q = call.rotated().query_of_stored
-    q = q.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+    q = call.transform.query(call.q).transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
     return q * _per_query_head(call, call.k_global)
 
 
@@ -107,8 +106,9 @@ def unfold_lse(call: AttentionCall, lse: Tensor) -> Tensor:
     batch, heads, queries, _ = call.q.shape
     nothing = float("-inf") if call.sink_logits is None else call.sink_logits.to(torch.float32)[:, None]
     result = lse.view(batch, queries, heads).transpose(1, 2)
-    if call.stored_bias is not None:
-        result = result + call.stored_bias * call.softmax_scale
+    bias = call.transform.query_bias(call.q)
+    if bias is not None:
+        result = result + bias * call.softmax_scale
     return torch.where(_sees_a_token(call)[:, None], result, nothing).contiguous()
 
 

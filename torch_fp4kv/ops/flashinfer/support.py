@@ -224,7 +224,7 @@ def _form_unsupported(kernel: Kernel, call: AttentionCall) -> str | None:
     reason = _exact_unsupported(kernel, call)
     if reason is not None:
         return reason
-    if kernel.new_tokens and not (call.q_stored is call.stored_bias is call.v_bias is None):
+    if kernel.new_tokens and (call.transform.moves_queries or call.k_bias is not None or call.v_bias is not None):
         return "new keys and stored ones must meet the same query, without a bias"
     for tensor, name in ((call.mask, "mask"), (call.starts, "starts"), (call.q_lengths, "q_lengths")):
         if tensor is not None:
@@ -233,7 +233,7 @@ def _form_unsupported(kernel: Kernel, call: AttentionCall) -> str | None:
         return "gives no log-sum-exp"
     if call.softmax_scale <= 0:
         return f"the softmax scale must be positive, got {call.softmax_scale}"
-    biased = call.stored_bias is not None or call.v_bias is not None
+    biased = call.k_bias is not None or call.v_bias is not None
     # Beside exact copies the sink joins them, and the bias the kernel's log-sum-exp.
     sink_in_kernel = call.sink_logits is not None and call.k_exact is None
     if biased and (sink_in_kernel or call.softcap > 0):
@@ -306,8 +306,7 @@ def append_unsupported(call: AppendCall) -> str | None:
         return f"K and V must be nvfp4, got {call.k_format} and {call.v_format}"
     if call.v_scale_layout != "linear":
         return "writes V's scales in linear order only"
-    transformed = call.k_transform is not None or call.k_rotation != 0
-    if call.k_bias is not None or call.v_bias is not None or transformed:
+    if call.k_bias is not None or call.v_bias is not None or call.transform.moves_queries:
         return "subtracts no bias and transforms nothing"
     if call.exact_slots is not None:
         return "keeps no exact copies"

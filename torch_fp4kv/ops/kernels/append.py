@@ -20,8 +20,6 @@ NUM_WARPS = 4
 FEW_BLOCKS = 16384
 """Up to as many blocks, a decode step's, are spread thin: SMALL_N a program of one warp, two threads a block."""
 SMALL_N = 16
-TRANSFORM_COLUMNS = 128
-"""Columns of K that one program of a transformed append computes."""
 
 
 @triton.jit
@@ -41,40 +39,6 @@ def _rows(tile, batch, length, TOKENS: tl.constexpr, SHORT: tl.constexpr, token)
 
 
 @triton.jit
-def _transformed(
-    tile,
-    x,
-    x_strides,
-    bias,
-    transform,
-    head,
-    first_column,
-    batch,
-    length,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SHORT: tl.constexpr,
-    N: tl.constexpr,
-):
-    """float32 halves `[N, 8]` of `(x - bias) @ transform`: the tile's tokens, COLUMNS columns from `first_column`."""
-    TOKENS: tl.constexpr = N * 16 // COLUMNS
-    b, position, valid = _rows(tile, batch, length, TOKENS, SHORT, tl.arange(0, TOKENS))
-    source = x + head * x_strides[1] + b * x_strides[0] + position * x_strides[2]
-    column = first_column + tl.arange(0, COLUMNS)
-    product = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    for start in range(0, D, 16):
-        inner = start + tl.arange(0, 16)
-        left = tl.load(source[:, None] + inner.to(tl.int64)[None, :] * x_strides[3], mask=valid[:, None], other=0.0)
-        left = left.to(tl.float32)
-        if bias is not None:
-            left -= tl.load(bias + head * D + inner)[None, :]
-        cell = transform + head * (D * D) + inner[:, None] * D + column[None, :]
-        right = tl.load(cell, mask=(column < D)[None, :], other=0.0)
-        product = tl.dot(left, right, product, input_precision="ieee")
-    return tl.split(tl.permute(tl.reshape(product, [N, 2, 8]), (0, 2, 1)))
-
-
-@triton.jit
 def _append(
     tile,
     x,
@@ -86,7 +50,8 @@ def _append(
     exact,
     exact_strides,
     bias,
-    transform,
+    factors,
+    order,
     slots,
     slots_strides,
     exact_slots,
@@ -98,7 +63,6 @@ def _append(
     num_exact,
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ROTATION: tl.constexpr,
     FORMAT: tl.constexpr,
     DIVISORS: tl.constexpr,
@@ -110,23 +74,17 @@ def _append(
     FAST: tl.constexpr,
 ):
     """One tile of K, or of V: read once, written to the exact ring as it is and to the cache quantised."""
-    S: tl.constexpr = COLUMNS // 16
+    S: tl.constexpr = D // 16
     TOKENS: tl.constexpr = N // S
     head = (tile % HEADS).to(tl.int64)
     tile = tile // HEADS
-    first_column = 0
-    if COLUMNS < D:
-        first_column = (tile % tl.cdiv(D, COLUMNS)) * COLUMNS
-        tile = tile // tl.cdiv(D, COLUMNS)
     block = tl.arange(0, N)
     b, position, valid = _rows(tile, batch, length, TOKENS, SHORT, block // S)
-    column = first_column + block % S * 16
-    if COLUMNS != D:
-        valid = valid & (column < D)
+    column = block % S * 16
     element = tl.arange(0, 8)[None, :]
 
-    source = (x + head * x_strides[1] + b * x_strides[0] + position * x_strides[2])[:, None]
-    source += (column[:, None] + element).to(tl.int64) * x_strides[3]
+    row = (x + head * x_strides[1] + b * x_strides[0] + position * x_strides[2])[:, None]
+    source = row + (column[:, None] + element).to(tl.int64) * x_strides[3]
     lo = tl.load(source, mask=valid[:, None], other=0.0)
     hi = tl.load(source + 8 * x_strides[3], mask=valid[:, None], other=0.0)
 
@@ -156,19 +114,23 @@ def _append(
         offset = slot - page * page_size
     page = page.to(tl.int64) * HEADS + head
 
-    if transform is not None:
-        lo, hi = _transformed(
-            tile, x, x_strides, bias, transform, head, first_column, batch, length, D, COLUMNS, SHORT, N
-        )
-    else:
-        lo = lo.to(tl.float32)
-        hi = hi.to(tl.float32)
-        if bias is not None:
-            shift = bias + head * D + column[:, None] + element
-            lo -= tl.load(shift)
-            hi -= tl.load(shift + 8)
-        if ROTATION > 0:
-            lo, hi = nvfp4.rotate(lo, hi, ROTATION, ROTATION**-0.5)
+    lo_channel = column[:, None] + element
+    hi_channel = lo_channel + 8
+    if order is not None:
+        lo_channel = tl.load(order + head * D + lo_channel)
+        hi_channel = tl.load(order + head * D + hi_channel)
+        lo = tl.load(row + lo_channel.to(tl.int64) * x_strides[3], mask=valid[:, None], other=0.0)
+        hi = tl.load(row + hi_channel.to(tl.int64) * x_strides[3], mask=valid[:, None], other=0.0)
+    lo = lo.to(tl.float32)
+    hi = hi.to(tl.float32)
+    if bias is not None:
+        lo -= tl.load(bias + head * D + lo_channel)
+        hi -= tl.load(bias + head * D + hi_channel)
+    if factors is not None:
+        lo *= tl.load(factors + head * D + lo_channel)
+        hi *= tl.load(factors + head * D + hi_channel)
+    if ROTATION > 0:
+        lo, hi = nvfp4.rotate(lo, hi, ROTATION, ROTATION**-0.5)
 
     if FORMAT == "nvfp4" or FORMAT == "block-fp4":
         if FORMAT == "nvfp4":
@@ -208,7 +170,8 @@ def append_kernel(
     k_exact,
     k_exact_strides,
     k_bias,
-    k_transform,
+    k_factors,
+    k_order,
     v,
     v_strides,
     v_data,
@@ -231,7 +194,6 @@ def append_kernel(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
-    K_COLUMNS: tl.constexpr,
     K_ROTATION: tl.constexpr,
     K_FORMAT: tl.constexpr,
     V_FORMAT: tl.constexpr,
@@ -257,7 +219,8 @@ def append_kernel(
             k_exact,
             k_exact_strides,
             k_bias,
-            k_transform,
+            k_factors,
+            k_order,
             slots,
             slots_strides,
             exact_slots,
@@ -269,7 +232,6 @@ def append_kernel(
             num_exact,
             HEADS,
             D,
-            K_COLUMNS,
             K_ROTATION,
             K_FORMAT,
             DIVISORS,
@@ -293,6 +255,7 @@ def append_kernel(
             v_exact_strides,
             v_bias,
             None,
+            None,
             slots,
             slots_strides,
             exact_slots,
@@ -303,7 +266,6 @@ def append_kernel(
             page_size,
             num_exact,
             HEADS,
-            DV,
             DV,
             0,
             V_FORMAT,
@@ -330,7 +292,8 @@ def append(
     *,
     k_bias: Tensor | None = None,
     v_bias: Tensor | None = None,
-    k_transform: Tensor | None = None,
+    k_factors: Tensor | None = None,
+    k_order: Tensor | None = None,
     k_rotation: int = 0,
     k_exact: Tensor | None = None,
     v_exact: Tensor | None = None,
@@ -350,16 +313,15 @@ def append(
     v_head_dim = v.shape[3]
     if k.numel() == 0:
         return
-    columns = head_dim if k_transform is None else min(triton.next_power_of_2(head_dim), TRANSFORM_COLUMNS)
     n, num_warps = N, NUM_WARPS
     few = (k.numel() + v.numel()) // 16 <= FEW_BLOCKS
-    if few and max(head_dim, v_head_dim) <= 16 * SMALL_N and k_transform is None:
+    if few and max(head_dim, v_head_dim) <= 16 * SMALL_N:
         n, num_warps = SMALL_N, 1
     # Rows shorter than a tile share tiles, else the second grid axis is the row.
-    k_tokens, v_tokens = n * 16 // columns, n * 16 // v_head_dim
+    k_tokens, v_tokens = n * 16 // head_dim, n * 16 // v_head_dim
     short = length < min(k_tokens, v_tokens)
     tokens, rows = (batch * length, 1) if short else (length, batch)
-    k_tiles = heads * triton.cdiv(tokens, k_tokens) * triton.cdiv(head_dim, columns)
+    k_tiles = heads * triton.cdiv(tokens, k_tokens)
     v_tiles = heads * triton.cdiv(tokens, v_tokens)
     with nvfp4.on_device(k):
         append_kernel[(k_tiles + v_tiles, rows)](
@@ -371,8 +333,9 @@ def append(
             k_global.stride(0) if k_global.ndim else 0,
             k_exact,
             None if k_exact is None else _row_strides(k_exact),
-            _contiguous(k_bias),
-            _contiguous(k_transform),
+            nvfp4.contiguous(k_bias),
+            nvfp4.contiguous(k_factors),
+            nvfp4.contiguous(k_order),
             v,
             v.stride(),
             v_data,
@@ -381,7 +344,7 @@ def append(
             v_global.stride(0) if v_global.ndim else 0,
             v_exact,
             None if v_exact is None else _row_strides(v_exact),
-            _contiguous(v_bias),
+            nvfp4.contiguous(v_bias),
             slots,
             slots.stride(),
             exact_slots,
@@ -395,7 +358,6 @@ def append(
             HEADS=heads,
             D=head_dim,
             DV=v_head_dim,
-            K_COLUMNS=columns,
             K_ROTATION=k_rotation,
             K_FORMAT=k_format,
             V_FORMAT=v_format,
@@ -414,7 +376,3 @@ def append(
 def _row_strides(exact: Tensor) -> tuple[int, int, int]:
     assert exact.stride(3) == 1
     return exact.stride(0), exact.stride(1), exact.stride(2)
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()

@@ -23,6 +23,7 @@ from .decode_common import EXACT_SLOTS, GROUPS, LOG2E
 from .decode_kernel import decode_kernel
 from .decode_merge import merge_kernel
 from .decode_unpack import SHIFTS
+from .nvfp4 import contiguous
 
 MAX_QUERIES = 16
 MAX_COLUMNS = 512
@@ -243,8 +244,6 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     assert v_scales is not None
     k_scales = k_scales.view(torch.int32) if d == padded(d) else k_scales
     v_scales = v_scales.view(torch.int32) if dv == padded(dv) else v_scales
-    q_stored = call.query_of_stored
-    bias = None if call.stored_bias is None else call.stored_bias.contiguous()
     mask = call.mask
     if mask is not None:
         mask = mask.expand(*q.shape[:3], mask.shape[-1])
@@ -254,7 +253,6 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     with torch.cuda.device(device):
         decode_kernel[(num_stored + p.exact_slots * batch * heads * p.blocks,)](
             q,
-            q_stored,
             k_words,
             k_scales,
             v_words,
@@ -265,7 +263,9 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             call.starts,
             table,
             call.exact_from,
-            bias,
+            contiguous(call.k_bias),
+            contiguous(call.k_factors),
+            contiguous(call.k_order),
             mask,
             call.k_exact,
             call.v_exact,
@@ -273,7 +273,6 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             partial_max,
             partial_sum,
             *q.stride(),
-            *q_stored.stride(),
             *k_words.stride()[:2],
             *k_scales.stride()[:2],
             *v_words.stride()[:2],

@@ -8,7 +8,14 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .decode_common import EXACT_SLOTS, finite
 from .decode_layouts import k_exact_map, v_exact_map
-from .decode_operands import exact_operand, in_order_of_lanes, linear, load_query, spread_probabilities
+from .decode_operands import (
+    exact_operand,
+    in_order_of_lanes,
+    linear,
+    load_query,
+    query_operand,
+    spread_probabilities,
+)
 from .decode_results import final_scores, store_partial, visible_tokens
 
 
@@ -98,9 +105,10 @@ def exact_split(
     v_exact += b.to(gl.int64) * stride_ve_b + head.to(gl.int64) * stride_ve_h
     pointers = v_exact + (token * stride_ve_e)[:, None] + element
     v = gl.load(pointers, mask=seen[:, None] & (element < DV), other=0.0)
-    query, factor = load_query(
-        q, b, head, block, queries, stride_q_b, stride_q_h, stride_q_l, stride_q_d, G, C, HS, D, DP, 0, B, MMA
+    query, _ = load_query(
+        q, None, None, b, head, block, queries, stride_q_b, stride_q_h, stride_q_l, stride_q_d, G, C, HS, D, DP
     )
+    query, factor = query_operand(query, B, MMA)
     factor = factor * scale
     column = block * C + gl.arange(0, HS, layout=gl.SliceLayout(0, MMA)) % C
     query_position = length - n + column // G

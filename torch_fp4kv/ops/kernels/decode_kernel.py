@@ -25,14 +25,22 @@ from .decode_common import (
 from .decode_copy import copy_tile, direct_scales, next_lap
 from .decode_exact import exact_split
 from .decode_layouts import k_scale_map, k_swizzle, k_word_map, v_scale_map, v_swizzle, v_word_map, words_per_lane
-from .decode_operands import column_halves, linear, load_query, spread_probabilities, swizzled, unpack_words
+from .decode_operands import (
+    column_halves,
+    linear,
+    load_query,
+    query_operand,
+    spread_probabilities,
+    stored_query,
+    swizzled,
+    unpack_words,
+)
 from .decode_results import final_scores, fold_waiting, put_aside, store_partial, visible_tokens
 
 
 @gluon.jit
 def decode_kernel(
     q,
-    q_stored,
     k_data,
     k_scales,
     v_data,
@@ -43,7 +51,9 @@ def decode_kernel(
     starts,
     block_table,
     exact_from,
-    bias,
+    k_bias,
+    k_factors,
+    k_order,
     mask,
     k_exact,
     v_exact,
@@ -54,10 +64,6 @@ def decode_kernel(
     stride_q_h,
     stride_q_l,
     stride_q_d,
-    stride_qs_b,
-    stride_qs_h,
-    stride_qs_l,
-    stride_qs_d,
     stride_k_p,
     stride_k_h,
     stride_ks_p,
@@ -317,32 +323,31 @@ def decode_kernel(
         elif PAGING == 1:
             page = gl.load(row_pages + (gl.minimum((ahead + STRIDE) * N, end - 1) >> log_page_size))
 
-    query, factor = load_query(
-        q_stored,
+    query, shift = load_query(
+        q,
+        k_bias,
+        k_order,
         b,
         head,
         block,
         queries,
-        stride_qs_b,
-        stride_qs_h,
-        stride_qs_l,
-        stride_qs_d,
+        stride_q_b,
+        stride_q_h,
+        stride_q_l,
+        stride_q_d,
         G,
         C,
         HS,
         D,
         DP,
-        ROTATION,
-        B,
-        MMA,
     )
+    query, factor = query_operand(stored_query(query, k_factors, k_order, head, D, ROTATION), B, MMA)
     # Not 0, which -inf would turn into NaN.
     factor = gl.maximum(factor * (scale * CODE_SCALE * gl.load(k_global + head * stride_k_global)), 1.2e-38)
     column = block * C + gl.arange(0, HS, layout=gl.SliceLayout(0, MMA)) % C
     query_position = length - n + column // G
-    if bias is not None:
-        bias_row = ((b * H + head) * G + column % G).to(gl.int64) * queries + column // G
-        shift = gl.load(bias + bias_row, mask=column < G * queries, other=0.0) * scale
+    if k_bias is not None:
+        shift = gl.convert_layout(shift, gl.SliceLayout(0, MMA)) * scale
 
     ones = gl.full([16, 2 * N], 1.0, gl.float16, A)
     acc = gl.zeros([DVP // 2, HV], gl.float32, MMA)
@@ -415,10 +420,10 @@ def decode_kernel(
             )
         async_copy.commit_group()
 
-        FACTOR_LATER: gl.constexpr = bias is None and not SOFTCAP and not MASK
+        FACTOR_LATER: gl.constexpr = not SOFTCAP and not MASK
         if not FACTOR_LATER:
             s = s * factor[None, :]
-            if bias is not None:
+            if k_bias is not None:
                 s += shift[None, :]
             s = final_scores(
                 s,
@@ -443,7 +448,12 @@ def decode_kernel(
             s = visible_tokens(s, position, seen, query_position, window, CAUSAL, WINDOW)
         if FACTOR_LATER:
             tile_top = gl.max(s, 0) * factor
-            shifted = gl.fma(s, gl.broadcast(factor[None, :], s)[0], gl.broadcast(-finite(tile_top)[None, :], s)[0])
+            if k_bias is not None:
+                tile_top += shift
+                base = shift - finite(tile_top)
+            else:
+                base = -finite(tile_top)
+            shifted = gl.fma(s, gl.broadcast(factor[None, :], s)[0], gl.broadcast(base[None, :], s)[0])
         else:
             tile_top = gl.max(s, 0)
             shifted = s - finite(tile_top)[None, :]

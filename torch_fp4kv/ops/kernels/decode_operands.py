@@ -176,6 +176,8 @@ def rotate(x, BLOCK: gl.constexpr):
 @gluon.jit
 def load_query(
     q,
+    bias,
+    order,
     b,
     head,
     block,
@@ -189,26 +191,53 @@ def load_query(
     HS: gl.constexpr,
     D: gl.constexpr,
     DP: gl.constexpr,
-    ROTATION: gl.constexpr,
-    B: gl.constexpr,
-    MMA: gl.constexpr,
 ):
-    """Queries as operand B `[DP, HS]`, elements in the order in which lanes find K, and the factor of each column.
-
-    ROTATION: as stored K is rotated, or 0.
-    A power of two puts each row's largest magnitude into [2^12, 2^13), so that f16 holds queries of any size.
-    """
+    """float32 queries `[HS, DP]` of a block of columns, in `order` if there is one, and their products with `bias`
+    `[HS]` (0 without one): see `format/transform.py`."""
     Q: gl.constexpr = linear(k_exact_map(HS, DP))
     column = block * C + gl.arange(0, HS, layout=gl.SliceLayout(1, Q)) % C
-    element = gl.arange(0, DP, layout=gl.SliceLayout(0, Q))[None, :]
+    channel, inside = channels(order, head, D, DP, Q)
     rows = (head * G + column % G).to(gl.int64) * stride_h + (column // G).to(gl.int64) * stride_l
     mask = (column < G * queries)[:, None]
     if D != DP:
-        mask = mask & (element < D)
-    pointers = q + b.to(gl.int64) * stride_b + rows[:, None] + element * stride_d
+        mask = mask & inside
+    pointers = q + b.to(gl.int64) * stride_b + rows[:, None] + channel * stride_d
     query = gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
+    products = gl.zeros([HS], gl.float32, gl.SliceLayout(1, Q))
+    if bias is not None:
+        products = gl.sum(query * gl.load(bias + head * D + channel, mask=inside, other=0.0), 1)
+    return query, products
+
+
+@gluon.jit
+def channels(order, head, D: gl.constexpr, DP: gl.constexpr, Q: gl.constexpr):
+    """Channels `[1, DP]` of `head` as stored K has them, and which of these there are."""
+    element = gl.arange(0, DP, layout=gl.SliceLayout(0, Q))[None, :]
+    inside = element < D
+    channel = element
+    if order is not None:
+        channel = gl.load(order + head * D + element, mask=inside, other=0)
+    return channel, inside
+
+
+@gluon.jit
+def stored_query(query, factors, order, head, D: gl.constexpr, ROTATION: gl.constexpr):
+    """What stored K meets of `query` `[HS, DP]`, which is in `order`."""
+    if factors is not None:
+        channel, inside = channels(order, head, D, query.shape[1], query.type.layout)
+        query = query / gl.load(factors + head * D + channel, mask=inside, other=1.0)
     if ROTATION > 0:
         query = rotate(query, ROTATION)
+    return query
+
+
+@gluon.jit
+def query_operand(query, B: gl.constexpr, MMA: gl.constexpr):
+    """Operand B `[DP, HS]` of `query` `[HS, DP]`, elements in the order in which lanes find K, and columns' factors.
+
+    A power of two puts each row's largest magnitude into [2^12, 2^13), so that f16 holds queries of any size.
+    """
+    DP: gl.constexpr = query.shape[1]
     query, factor = exact_operand(query, 1)
     query = gl.permute(in_order_of_lanes(query, DP), (1, 0))
     return gl.convert_layout(query, B, assert_trivial=True), gl.convert_layout(factor, gl.SliceLayout(0, MMA))

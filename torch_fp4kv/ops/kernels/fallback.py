@@ -19,7 +19,7 @@ from ..call import AttentionCall
 from . import nvfp4
 from .fallback_kernel import attention_kernel, merge_kernel
 from .nvfp4 import FAST
-from .rotation import rotated
+from .query import stored_query
 
 SPLIT_TOKENS = 256
 FEW_ROWS = 128
@@ -48,7 +48,7 @@ def tiles(call: AttentionCall, block_d: int) -> Tiles:
 
 def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Serves `call`."""
-    call = rotated(call, torch.float32)
+    q_stored, stored_bias = stored_query(call, torch.float32)
     q, device = call.q, call.q.device
     batch, query_heads, queries, d = q.shape
     heads, group, dv = call.num_kv_heads, call.group, call.v_head_dim
@@ -85,10 +85,10 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         attention_kernel[(triton.cdiv(rows, tile_rows), batch * heads, num_splits)](
             q,
             *q.stride(),
-            call.q_stored,
-            *_strides(call.q_stored, 4),
-            call.stored_bias,
-            *_strides(call.stored_bias, 3),
+            q_stored,
+            *_strides(q_stored, 4),
+            stored_bias,
+            *_strides(stored_bias, 3),
             k_data,
             *k_strides,
             call.k_scales,

@@ -28,6 +28,10 @@ def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
 @triton.jit
 def e4m3_encode(value):
     """Non-negative float32 to e4m3 bits (int32): nearest even, saturating; NaN gives 448."""

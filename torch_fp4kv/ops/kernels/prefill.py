@@ -22,7 +22,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from . import nvfp4
 from .nvfp4 import FAST, INTERPRETED
-from .rotation import rotated
+from .query import stored_query
 
 WORKSPACE_BYTES = 256 << 20
 SPLIT_TOKENS = 4096
@@ -588,7 +588,6 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
     A row's result depends neither on the batch nor on the capacity: slabs and splits have fixed numbers of tokens.
     """
-    call = rotated(call, call.q.dtype)
     out = call.empty_out()
     lse = call.empty_lse() if call.return_lse else None
     batch, heads, num_queries, _ = call.q.shape
@@ -612,7 +611,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 def _rows_of(call: AttentionCall, part: slice) -> AttentionCall:
     """The call for some rows of the batch."""
     by_row = ["q", "lengths", "q_lengths", "starts", "block_table", "k_new", "v_new", "k_exact", "v_exact"]
-    by_row += ["exact_from", "q_stored", "stored_bias"]
+    by_row += ["exact_from"]
     if call.block_table is None:
         by_row += ["k_data", "k_scales", "v_data", "v_scales"]
     sliced = {name: getattr(call, name)[part] for name in by_row if getattr(call, name) is not None}
@@ -637,6 +636,7 @@ def _run_rows(
         parts = call.q.new_empty((*part_lse.shape, v_head_dim), dtype=torch.float32)
     block_table = call.block_table
     length_limit = call.page_size if block_table is None else 0
+    stored = stored_query(call, call.q.dtype)
     row_bounds = (call.lengths, call.q_lengths, call.starts, call.exact_from)
     exact = {
         "NUM_SINKS": call.num_sink_tokens if call.k_exact is not None else 0,
@@ -678,7 +678,7 @@ def _run_rows(
         )
         grid = (triton.cdiv(num_queries * call.group, config["M"]), batch * heads, triton.cdiv(tokens, split_tokens))
         prefill_kernel[grid](
-            *_with_strides(call.q, call.q_stored, call.stored_bias),
+            *_with_strides(call.q, *stored),
             k_workspace,
             v_workspace,
             *_scale_and_stride(call.k_global, call.k_format),

@@ -38,10 +38,10 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS)
 .PHONY: demo doctor test test-slow test-old lint types docs package clean
 
 demo: $(DEMO_READY)
-	$(RUN) -m torch_fp4kv.cli demo $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+	$(RUN) -m torch_fp4kv demo $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 doctor: $(DEMO_READY)
-	$(RUN) -m torch_fp4kv.cli doctor $(ARGS)
+	$(RUN) -m torch_fp4kv doctor $(ARGS)
 
 test: $(TEST_READY)
 	$(PYTEST) $(ARGS)

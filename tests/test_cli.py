@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -44,6 +45,13 @@ def test_version(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert capsys.readouterr().out.strip() == f"torch-fp4kv {torch_fp4kv.__version__}"
+
+
+def test_the_package_runs_as_a_module(monkeypatch):
+    monkeypatch.setattr(cli, "main", lambda: 3)
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module("torch_fp4kv", run_name="__main__")
+    assert done.value.code == 3
 
 
 def test_doctor_prints_what_serves_and_why_the_others_do_not(capsys):

@@ -38,7 +38,3 @@ def _version() -> str:
     from . import __version__
 
     return f"torch-fp4kv {__version__}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -113,7 +113,7 @@ LAUNCHES = {"append": 1, "attention": 2}
 
 @pytest.mark.parametrize(("recipe", "expected"), [("nvfp4", 5), ("nvfp4-plain", 4), ("k8v4", 5), ("nvfp4-max", 5)])
 def test_launches_a_layer_and_decode_step(recipe: str, expected: int) -> None:
-    """From RoPE, that of the queries included, to the output of attention; positions are advanced once a step."""
+    """From RoPE, that of the queries included, to the output of attention; one or two a step advance positions."""
 
     def launches(layers: int) -> int:
         code = Generated(cuda_code(attention_step, *attention_arguments(layers), state=partial(caches, recipe, layers)))
@@ -122,7 +122,9 @@ def test_launches_a_layer_and_decode_step(recipe: str, expected: int) -> None:
         ops = re.findall(r"torch\.ops\.fp4kv\.(\w+)\.default\(", code.calls)
         return code.num_kernels + sum(LAUNCHES[op] for op in ops)
 
-    assert launches(3) - launches(2) == expected
+    two, three = launches(2), launches(3)
+    assert three - two == expected
+    assert two - 2 * expected <= 2
 
 
 def test_prefill_of_static_length_is_one_cuda_kernel() -> None:

@@ -108,7 +108,7 @@ class NVFP4KVCache(nn.Module):
     def check(self) -> None:
         """Raises RuntimeError if `input_pos` did not continue a row, or a row outgrew the cache, where only the device
         knew (synchronises)."""
-        if bool(self.positions.overflowed):
+        if bool(self.positions.overflowed.any()):
             raise RuntimeError(
                 f"a row grew past max_seq_length={self.positions.capacity}, or input_pos did not continue where the "
                 "row ended; what the cache holds since is wrong: reset() it before a new sequence"

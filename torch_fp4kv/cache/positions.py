@@ -34,7 +34,7 @@ class Positions:
         block_table: int32 `[B, max_pages]` where rows lie in pages of a pool, else None.
         longest: what `lengths` has been at most; a crop leaves it.
         calls: how often the layer that advances them was called since the last reset; see `NVFP4Layer`.
-        overflowed: bool `[]`, sticky: a row outgrew the capacity.
+        overflowed: bool `[B]`, sticky: which rows outgrew the capacity.
     """
 
     def __init__(self, batch: int, capacity: int | None, ring: int, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class Positions:
         self.padded = False
         self.host_length = 0
         self.calls = 0
-        self.overflowed = allocate((), torch.bool, device)
+        self.overflowed = allocate((batch,), torch.bool, device)
         self._flag: tuple[Tensor, torch.cuda.Event] | None = None
         self._slots: dict[tuple[int, int, int, int], tuple[Tensor, Tensor | None]] = {}
 
@@ -76,7 +76,7 @@ class Positions:
 
     def check(self) -> None:
         """Raises RuntimeError if a row has grown past the capacity (synchronises)."""
-        if bool(self.overflowed):
+        if bool(self.overflowed.any()):
             self._raise_overflow()
 
     def poll(self) -> None:
@@ -84,10 +84,10 @@ class Positions:
         if self.overflowed.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         if self._flag is None:
-            self._flag = torch.zeros((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+            self._flag = torch.zeros(self.batch_size, dtype=torch.bool, pin_memory=True), torch.cuda.Event()
         flag, copied = self._flag
         if copied.query():
-            if bool(flag):
+            if bool(flag.any()):
                 self._raise_overflow()
             flag.copy_(self.overflowed, non_blocking=True)
             copied.record()
@@ -118,7 +118,7 @@ class Positions:
             assert isinstance(step, int)
             self.host_length += step
         else:
-            self.overflowed.logical_or_((self.lengths > self.capacity).any())
+            self.overflowed.logical_or_(self.lengths > self.capacity)
         self._slots.clear()
 
     def slots(self, batch: int, num_new: int, tokens: int, num_sinks: int) -> tuple[Tensor, Tensor | None]:
@@ -226,7 +226,7 @@ class Positions:
 
     def select(self, rows: Tensor) -> None:
         """Keeps rows `rows` (int64 `[B']`), in that order; in place where the number of rows stays."""
-        names = ("lengths", "starts", "held_from", "exact_from", "exact_before", "longest")
+        names = ("lengths", "starts", "held_from", "exact_from", "exact_before", "longest", "overflowed")
         selected = {name: getattr(self, name).index_select(0, rows) for name in names}
         if len(rows) == self.batch_size:
             for name, new in selected.items():
@@ -234,5 +234,6 @@ class Positions:
         else:
             # In one step, so that an interrupt cannot leave tensors of different numbers of rows.
             device = self.lengths.device
-            vars(self).update({n: allocate((len(rows),), torch.int32, device).copy_(t) for n, t in selected.items()})
+            vars(self).update({n: allocate((len(rows),), t.dtype, device).copy_(t) for n, t in selected.items()})
+        self._flag = None
         self._slots.clear()

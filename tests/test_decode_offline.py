@@ -250,10 +250,12 @@ def test_every_option_compiles(capability: int) -> None:
 
 
 @compiles
-def test_the_exact_window_leaves_the_main_loop_alone() -> None:
+def test_the_default_recipe_leaves_the_main_loop_alone() -> None:
     exact = {name: torch.empty(1, 8, 133, 128, dtype=torch.bfloat16) for name in ("k_exact", "v_exact")}
-    kernel, _ = compiled(call(num_sink_tokens=4, exact_from=ROW, **exact), 90)
+    transform = {"k_bias": torch.empty(8, 128), "k_rotation": 128}
+    kernel, _ = compiled(call(num_sink_tokens=4, exact_from=ROW, **exact, **transform), 90)
     plain, _ = compiled(call(), 90)
+    assert kernel.kernel.spills == 0
     assert len(kernel.loop) <= len(plain.loop) * 1.02
     # Values that the loop does not change may wait in local memory.
     assert kernel.in_loop("LDL", "STL") <= 4

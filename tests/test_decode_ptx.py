@@ -24,6 +24,7 @@ from torch_fp4kv.ops.kernels.nvfp4 import INTERPRETED
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")
 
 QUICK = {
+    "keys shifted far",
     "shifted and rotated keys, window",
     "transformed keys",
     "empty row",

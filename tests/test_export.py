@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import equalized
 from torch import Tensor, nn
 
 import torch_fp4kv as fp4
@@ -29,11 +30,16 @@ print("equal")
 
 
 class DecodeStep(nn.Module):
-    """RoPE-like rotation of k, append (with an exact ring or without), attention, over buffers of its own."""
+    """RoPE-like rotation of k, append, attention, over buffers of its own; with an exact ring and a transformed K, or
+    without."""
 
     def __init__(self, ring: bool) -> None:
         super().__init__()
         self.ring = ring
+        self.transform = equalized(KV_HEADS, DIM) if ring else {}
+        for name, value in self.transform.items():
+            if isinstance(value, Tensor):
+                self.register_buffer(name, value)
         for name in ("k", "v"):
             self.register_buffer(f"{name}_words", torch.zeros(1, KV_HEADS, TOKENS, DIM // 16, dtype=torch.int64))
             self.register_buffer(f"{name}_scales", torch.zeros(1, KV_HEADS, TOKENS, DIM // 16, dtype=torch.uint8))
@@ -44,14 +50,15 @@ class DecodeStep(nn.Module):
         k = torch.cat([-k[..., DIM // 2 :], k[..., : DIM // 2]], -1) * 0.5 + k
         storage = (self.k_words, self.k_scales, self.v_words, self.v_scales)
         length = (position + 1).to(torch.int32)[None]
+        transform = {name: getattr(self, name, value) for name, value in self.transform.items()}
         window, slots = {}, {}
         if self.ring:
             window = {"k_exact": self.k_exact, "v_exact": self.v_exact}
             slots = {"exact_slots": (position % (RING - 1))[None, None]}
-        fp4.append(*storage, k, v, position[None, None], self.scale, self.scale, **window, **slots)
+        fp4.append(*storage, k, v, position[None, None], self.scale, self.scale, **transform, **window, **slots)
         if self.ring:
             window["exact_from"] = (length - (RING - 1)).clamp(min=0)
-        return fp4.attention(q, *storage, self.scale, self.scale, length, **window)
+        return fp4.attention(q, *storage, self.scale, self.scale, length, **transform, **window)
 
 
 def inputs(position: int) -> tuple[Tensor, ...]:
@@ -60,7 +67,7 @@ def inputs(position: int) -> tuple[Tensor, ...]:
     return (*[torch.randn(shape) for shape in shapes], torch.tensor(position))
 
 
-@pytest.mark.parametrize("ring", [False, True], ids=["plain", "exact ring"])
+@pytest.mark.parametrize("ring", [False, True], ids=["plain", "exact ring, transformed K"])
 def test_packaged_decode_step_runs_without_this_package(ring: bool, tmp_path: Path) -> None:
     with torch.no_grad():
         exported = torch.export.export(DecodeStep(ring), inputs(0))

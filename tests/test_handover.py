@@ -315,6 +315,36 @@ def test_bytes_of_another_quantiser_travel(model):
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+def test_another_search_for_block_scales_leaves_the_same_bytes(model):
+    """Backends may search them differently: the receiver takes those that were chosen, whatever its own would be."""
+    cache = prefilled(model, recipe=get_recipe("nvfp4", scale_rule="4over6"))
+    for layer in cache.layers:
+        layer.storage.recipe = get_recipe("nvfp4")
+    other = NVFP4Cache(model.config, 128)
+    blocks = export_blocks(cache, "a")
+    assert tokens_sent(blocks) == tokens_sent(export_blocks(prefilled(model), "b"))
+    import_blocks(other, blocks)
+    got, want = stored(other), stored(cache)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")], ids=" to ".join)
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-max", "k8v4", "block-fp4"])
+def test_a_gpu_s_bytes_on_another_device(name, devices):
+    recipe = calibrated(1) if name == "nvfp4-max" else get_recipe(name, exact_window=64)
+    torch.manual_seed(0)
+    config = llama(num_hidden_layers=1).config
+    caches = [NVFP4Cache(config, 256, recipe) for _ in devices]
+    k, v = (torch.randn(2, 2, 200, 64).to(devices[0], torch.bfloat16) for _ in "kv")
+    caches[0].update(k, v, 0)
+    blocks = export_blocks(caches[0], "a")
+    assert tokens_sent(blocks)[1] == 200 - caches[0].layers[0].positions.window
+    import_blocks(caches[1], Blocks(blocks.header, blocks.payload.to(devices[1])))
+    want, got = (stored(cache) for cache in caches)
+    assert all(torch.equal(got[name].cpu().view(torch.uint8), want[name].cpu().view(torch.uint8)) for name in want)
+
+
 def heads(cache):
     """All that a hand-over carries, by layer and name, one head after the other."""
     return [

@@ -72,7 +72,7 @@ def test_crop_select_and_repeat_act_on_everything_stored(model, recipe, capacity
 @RECIPES
 def test_crop_within_the_slack_keeps_the_exact_window(model, recipe):
     """Sixteen tokens dropped after a context longer than the ring: the window is what it was."""
-    ids, more = prompt(batch=1, tokens=110), prompt(batch=1, tokens=3, seed=5)
+    ids, more = prompt(batch=1, tokens=140), prompt(batch=1, tokens=3, seed=5)
     want = steps(model, prefilled(model, ids, 256, recipe), more)
     cache = prefilled(model, ids, 256, recipe)
     extra = prompt(batch=1, tokens=16, seed=6)
@@ -327,7 +327,7 @@ def test_padding_said_twice_is_the_second(model):
 
 def test_a_cache_describes_itself(model):
     cache = NVFP4Cache(model.config, 64, layers={1: "bf16"})
-    kept = "K nvfp4, V nvfp4, first 4 and last 64 exact | K exact, V exact"
+    kept = "K nvfp4, V nvfp4, first 4 and last 88 exact | K exact, V exact"
     assert repr(cache) == f"NVFP4Cache(2 layers, {kept}; max_cache_len=64, empty, 0.00 MiB)"
     with torch.no_grad():
         model(prompt(), past_key_values=cache)

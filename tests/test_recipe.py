@@ -139,7 +139,7 @@ def test_a_mixed_cache_keeps_each_layer_its_own_way():
     model.generate(prompt(), past_key_values=cache, max_new_tokens=4, pad_token_id=0)
     first, second = (layer.storage for layer in cache.layers)
     assert first.k_data.dtype == torch.int64 and second.k_data.dtype == torch.float32
-    assert first.k_exact.shape[2] == 4 + 64 + 16 + 1 and second.k_exact.shape[2] == 4 + 8 + 16 + 1
+    assert first.k_exact.shape[2] == 4 + 88 + 16 + 1 and second.k_exact.shape[2] == 4 + 8 + 16 + 1
     assert cache.layers[0].positions is not cache.layers[1].positions
 
 

@@ -98,7 +98,7 @@ def test_decoding_after_a_hand_over_is_decoding_without_it(ranks):
 
 def test_what_two_ranks_prefilled_one_decodes(ranks, models, device):
     model = models["two_heads"].to(device)
-    want = logits_of(model, NVFP4Cache(model.config, 96), device, rows=1)[1:]
+    want = logits_of(model, NVFP4Cache(model.config, 128), device, rows=1)[1:]
     torch.testing.assert_close(ranks[0]["joined"], want, rtol=2e-3, atol=2e-3)
 
 
@@ -117,7 +117,7 @@ def test_ops_split_over_ranks_are_the_whole_ops(ranks, step, device):
 @pytest.mark.parametrize("name", ["two_heads", "one_head"])
 def test_two_ranks_are_one_process(ranks, models, device, name, recipe):
     """Each rank keeps its own heads, or the one that both read, as one process keeps them."""
-    cache = NVFP4Cache(models[name].config, 96, recipe)
+    cache = NVFP4Cache(models[name].config, 128, recipe)
     want = logits_of(models[name].to(device), cache, device)
     whole = {key: tensor.cpu() for key, tensor in cache.layers[0].storage.tensors()}
     for rank, found in enumerate(ranks):

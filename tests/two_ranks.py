@@ -32,11 +32,11 @@ RECIPES = ("bf16", "nvfp4", "nvfp4-plain")
 
 
 def logits_of(model: Any, cache: NVFP4Cache, device: str = "cpu", rows: int = 2) -> torch.Tensor:
-    """A prompt of 70 tokens, then 6 one by one."""
-    ids = prompt(rows, 76).to(device)
+    """A prompt of 100 tokens, then 6 one by one."""
+    ids = prompt(rows, 106).to(device)
     with torch.no_grad():
-        parts = [model(ids[:, :70], past_key_values=cache).logits[:, -1]]
-        parts += [model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(70, 76)]
+        parts = [model(ids[:, :100], past_key_values=cache).logits[:, -1]]
+        parts += [model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(100, 106)]
     return torch.stack(parts).cpu()
 
 
@@ -52,10 +52,10 @@ def tensor_parallel(folder: Path, rank: int, device: str) -> dict[str, Any]:
         # transformers' sdpa takes the number of query heads a KV head from the config, which is that of all ranks.
         model.set_attn_implementation("fp4kv" if name == "one_head" else "sdpa")
         for recipe in RECIPES:
-            cache = NVFP4Cache(model.config, 96, recipe, tp_rank=rank, tp_size=2)
+            cache = NVFP4Cache(model.config, 128, recipe, tp_rank=rank, tp_size=2)
             found[f"{name} {recipe}"] = logits_of(model, cache, device)
             found[f"{name} {recipe} heads"] = {n: t.cpu() for n, t in cache.layers[0].storage.tensors()}
-        cache = NVFP4Cache(model.config, 96, "bf16")
+        cache = NVFP4Cache(model.config, 128, "bf16")
         found[f"{name} tokens"] = model.generate(
             prompt(2, 40).to(device), past_key_values=cache, disable_compile=True, **greedy(20)
         ).cpu()
@@ -65,27 +65,27 @@ def tensor_parallel(folder: Path, rank: int, device: str) -> dict[str, Any]:
 def hand_over(folder: Path, rank: int, device: str) -> dict[str, Any]:
     """Rank 0 prefills and sends in two messages, rank 1 decodes."""
     model = AutoModelForCausalLM.from_pretrained(folder / "two_heads").eval().to(device)
-    ids = prompt(2, 76).to(device)
-    cache = NVFP4Cache(model.config, 96)
+    ids = prompt(2, 106).to(device)
+    cache = NVFP4Cache(model.config, 128)
     with torch.no_grad():
         if rank == 0:
             model(ids[:, :48], past_key_values=cache)
             export_blocks(cache, "a", tokens=range(48), more=True).send(1)
-            model(ids[:, 48:70], past_key_values=cache)
-            export_blocks(cache, "a", tokens=range(48, 70)).send(1)
+            model(ids[:, 48:100], past_key_values=cache)
+            export_blocks(cache, "a", tokens=range(48, 100)).send(1)
         else:
             import_blocks(cache, [Blocks.receive(0, device=device) for _ in range(2)])
-        steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(70, 76)]
+        steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(100, 106)]
     return {"handed over": torch.stack(steps).cpu()}
 
 
 def prefill_on_both_decode_on_one(folder: Path, rank: int, device: str) -> dict[str, Any]:
     """Each rank prefills its heads in a pool; rank 0 takes both ranks' into a whole cache and goes on alone."""
     split = AutoModelForCausalLM.from_pretrained(folder / "two_heads", tp_plan="auto").eval()
-    ids, options = prompt(1, 76).to(device), {"dtype": torch.float32, "device": device, "page_size": 16}
-    pool = PagedNVFP4Cache(split.config, 8, max_rows=1, max_cache_len=96, tp_rank=rank, tp_size=2, **options)
+    ids, options = prompt(1, 106).to(device), {"dtype": torch.float32, "device": device, "page_size": 16}
+    pool = PagedNVFP4Cache(split.config, 8, max_rows=1, max_cache_len=128, tp_rank=rank, tp_size=2, **options)
     with torch.no_grad():
-        split(ids[:, :70], past_key_values=pool.row(pool.admit()))
+        split(ids[:, :100], past_key_values=pool.row(pool.admit()))
     blocks = export_blocks(pool, "a", [0])
     if rank == 1:
         blocks.send(0)
@@ -94,7 +94,7 @@ def prefill_on_both_decode_on_one(folder: Path, rank: int, device: str) -> dict[
     cache = NVFP4Cache(whole.config, 128)
     import_blocks(cache, [blocks, Blocks.receive(1, device=device)])
     with torch.no_grad():
-        steps = [whole(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(70, 76)]
+        steps = [whole(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(100, 106)]
     return {"joined": torch.stack(steps).cpu()}
 
 

@@ -398,7 +398,8 @@ def _arithmetic(function: Callable[..., Array]) -> Callable[..., Array]:
             halves = [_from_bf16(_get(b, x, "b32").view(np.uint16)) for x in operands]
             return _bf16(function(*halves)).view(np.uint32)
         values = [_get(b, x, kinds[-1]) for x in operands]
-        result = function(*values)
+        with np.errstate(invalid="ignore"):
+            result = function(*values)
         return result.astype(values[0].dtype)
 
     return compute
@@ -502,6 +503,8 @@ def _convert(b: Block, parts: list[str], kinds: list[str], operands: list[Any]) 
     if target == "bf16":
         return _bf16(_get(b, operands[0], "f32"))
     value = _get(b, operands[0], source)
+    if "rpi" in parts:
+        return np.ceil(value)
     if target.startswith("f") or source.startswith("f"):
         with np.errstate(over="ignore", invalid="ignore"):
             return value.astype(TYPES[target])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import calls
@@ -100,9 +101,9 @@ def test_queries_of_any_magnitude(magnitude: float) -> None:
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    found = decode.configuration
+    found, plan = decode.configuration, decode.plan
     yield
-    decode.configuration = found  # type: ignore[misc]
+    decode.configuration, decode.plan = found, plan  # type: ignore[misc]
     decode.plan.cache_clear()
 
 
@@ -117,14 +118,27 @@ def spread_over(programs: int, **changes: Any) -> None:
     decode.plan.cache_clear()
 
 
+def merge_of(elements: int, warps: int) -> None:
+    """A merge whose programs have `elements` of the output and `warps` warps."""
+    found = decode.plan.__wrapped__
+    changes = {"merge_elements": elements, "merge_warps": warps}
+    decode.plan = lru_cache(lambda *args: replace(found(*args), **changes))  # type: ignore[assignment]
+
+
 def test_results_do_not_depend_on_how_work_is_spread() -> None:
     c = call(lengths=(1100, 700, 64), starts=(0, 520, 0), num_queries=2, capacity=1152)
     expected = oracle.attend(c)[0]
     results = []
     # A tile each; some rows with a group or two each; a set each. Others are 6 and tiles up to 18.
-    for programs, stages in ((1 << 20, 1), (6 * 10, 1), (6 * 6, 1), (0, 2)):
+    for programs, stages, merge in (
+        (1 << 20, 1, (32, 2)),
+        (6 * 10, 1, (64, 1)),
+        (6 * 6, 1, (32, 1)),
+        (0, 2, (128, 2)),
+    ):
         found = decode.configuration
         spread_over(programs, stages=stages)
+        merge_of(*merge)
         with ptx.launches():
             results.append(decode.run(c))
         decode.configuration = found  # type: ignore[misc]

@@ -40,6 +40,8 @@ class Configuration:
         group: tiles of a group.
         stride: tiles from one of a group to the next, and warps of the merge.
         stages: tiles in shared memory.
+        tiles: whether each tile is computed on its own; else a group is, whose sums then stay in place.
+        most: most groups of a program, 2 or 4.
         registers: cap on the registers of a thread, or None.
         programs: most programs that give each tile, or each group, its own: as many as the GPU holds.
     """
@@ -49,6 +51,8 @@ class Configuration:
     group: int
     stride: int = 8
     stages: int = 1
+    tiles: bool = True
+    most: int = GROUPS.value
     registers: int | None = None
     programs: int = 132 * 16
 
@@ -62,6 +66,9 @@ def configuration(columns: int, dp: int, dvp: int, capability: tuple[int, int]) 
         tokens = max(32, tokens // 2)
     group = 256 * max(1, c // 8) // tokens
     registers = None
+    if c == 16:
+        # Accumulators take half of them: ten programs an SM.
+        return Configuration(c, tokens, group, stages=2, tiles=False, most=2, registers=200)
     if c == 4 and d <= 128:
         registers = 128
     elif c == 4 and capability < (10, 0):
@@ -125,7 +132,8 @@ class Plan:
         stored_slots: slots for results of stored tokens.
         exact_slots: slots, and programs, for exact tokens.
         merge_elements: output elements that a program of the merge takes.
-        merge_count: partial results that a warp of the merge loads at a time.
+        merge_count: partial results of each row of tiles that the merge loads at a time.
+        merge_warps: warps of the merge.
         shape: what both kernels are compiled for.
     """
 
@@ -138,6 +146,7 @@ class Plan:
     exact_slots: int
     merge_elements: int
     merge_count: int
+    merge_warps: int
     shape: dict[str, int]
 
 
@@ -164,16 +173,16 @@ def plan(
     others = rows_heads * blocks
     reach = min(capacity, window + queries - 1) if window > 0 else capacity
     span = config.tokens * config.group * config.stride
-    sets = -(-reach // (span * GROUPS.value)) * config.stride
+    sets = -(-reach // (span * config.most)) * config.stride
     groups = -(-reach // span) * config.stride
     tiles = -(-reach // config.tokens)
-    if window > 0 or not paged:
-        # The range of a window or a ring does not begin with a set and may touch one more.
-        sets += config.stride
-        groups += GROUPS.value * config.stride
+    # The range of a window or a ring does not begin with a set and may touch one more.
+    more = int(window > 0 or not paged)
+    sets += more * config.stride * GROUPS.value // config.most
+    groups += more * GROUPS.value * config.stride
     program_limit = config.programs // others
     tile_limit = min(tiles, program_limit)
-    if tile_limit <= 2 * config.stride:
+    if not config.tiles or tile_limit <= 2 * config.stride:
         # Groups make nearly as many programs.
         tile_limit = 0
     programs = round_up(max(sets, min(groups, program_limit), tile_limit), config.stride)
@@ -182,7 +191,10 @@ def plan(
     paging = 0 if page_size % config.tokens == 0 else 3
     if paged:
         paging = 1 if page_size >= config.tokens else 2
-    merge_elements = padded(dv) if rows_heads * columns >= 512 and tile_limit == 0 else 32
+    merge_elements = 32
+    while merge_elements < padded(dv) and rows_heads * columns * padded(dv) // merge_elements > config.programs // 2:
+        merge_elements *= 2
+    merge_programs = rows_heads * columns * -(-dv // merge_elements)
     return Plan(
         config,
         blocks,
@@ -192,7 +204,8 @@ def plan(
         stored_slots=round_up(slots, 16),
         exact_slots=-(-exact_tokens // EXACT_SLOTS.value),
         merge_elements=merge_elements,
-        merge_count=max(2, min(512 // merge_elements, 1 << (programs // config.stride).bit_length() - 1)),
+        merge_count=min(32, power_of_two(max(1, programs // config.stride - more))),
+        merge_warps=min(config.stride, 1 << max(1, config.programs // merge_programs).bit_length() - 1),
         shape={
             "H": heads,
             "G": group,
@@ -200,9 +213,11 @@ def plan(
             "N": config.tokens,
             "GROUP": config.group,
             "STRIDE": config.stride,
+            "MOST": config.most,
             "PAGING": paging,
             "CAUSAL": causal and queries > 1,
             "WINDOW": window > 0,
+            "EXACT": exact_tokens > 0,
         },
     )
 
@@ -306,9 +321,9 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             DVP=padded(dv),
             ROTATION=call.k_rotation,
             STAGES=p.config.stages,
+            TILES=p.config.tiles,
             SOFTCAP=call.softcap > 0,
             MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
-            EXACT=p.exact_slots > 0,
             E4M3=capability >= (8, 9),
             PDL=pdl,
             **p.shape,
@@ -341,9 +356,10 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             BLOCK_D=p.merge_elements,
             COUNT=p.merge_count,
             TILES=p.tile_limit > 0,
+            SETS=p.program_limit < p.config.stride,
             PDL=pdl,
             **p.shape,
-            num_warps=p.config.stride,
+            num_warps=p.merge_warps,
             maxnreg=255,
             launch_pdl=pdl,
         )

@@ -30,10 +30,22 @@ def finite(top):
 
 
 @gluon.jit
+def power_of_two(x):
+    """2^x of integers (float32) that are not positive: 0 below -126, and for NaN, which -inf of both tops makes."""
+    # The sum has x + 127 in its lowest bits.
+    bits = (gl.maximum(x, -127.0) + (1.5 * 2.0**23 + 127.0)).to(gl.int32, bitcast=True) << 23
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def fold_weights(old_top, new_top):
-    """`(top, old_weight, new_weight)` that put two partial results under one maximum."""
+    """`(top, old_weight, new_weight)` that put two partial results under one maximum, which is an integer.
+
+    Weights are powers of two. So a product with them is not rounded, and what a sum gives does not depend on when its
+    terms were put under a common maximum.
+    """
     top = gl.maximum(old_top, new_top)
-    return top, gl.exp2(old_top - finite(top)), gl.exp2(new_top - finite(top))
+    return top, power_of_two(old_top - top), power_of_two(new_top - top)
 
 
 @gluon.jit
@@ -43,13 +55,13 @@ def first_of_group(i, first_tile, STRIDE: gl.constexpr):
 
 
 @gluon.jit
-def spans_of_program(first_span, end_span, limit):
-    """How many groups, 1, 2 or 4, a program takes: the fewest for which not more than `limit` programs are needed."""
+def spans_of_program(first_span, end_span, limit, MOST: gl.constexpr):
+    """How many groups, 1, 2 or 4 and at most MOST, a program takes: the fewest that need at most `limit` programs."""
     spans = 1
     if end_span - first_span > limit:
         spans = 2
-        if (end_span - first_span + 1) // 2 > limit:
-            spans = GROUPS
+        if MOST > 2 and (end_span - first_span + 1) // 2 > limit:
+            spans = MOST
     return spans
 
 

@@ -138,7 +138,7 @@ def exact_split(
         MASK,
     )
     s = visible_tokens(s, position, seen, query_position, window, CAUSAL, WINDOW)
-    top = gl.max(s, 0)
+    top = gl.ceil(gl.max(s, 0))
     p = spread_probabilities(gl.exp2(s - finite(top)[None, :]), N, C, B)
 
     v, v_factor = exact_operand(v.to(gl.float32), 0)

@@ -116,6 +116,8 @@ def decode_kernel(
     GROUP: gl.constexpr,
     STRIDE: gl.constexpr,
     STAGES: gl.constexpr,
+    TILES: gl.constexpr,
+    MOST: gl.constexpr,
     PAGING: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -235,7 +237,7 @@ def decode_kernel(
         stop = gl.minimum(first + 1, end_tile)
         slot = first - first_span * SPAN
     else:
-        spans = spans_of_program(first_span, gl.cdiv(end_tile, SPAN), program_limit // STRIDE)
+        spans = spans_of_program(first_span, gl.cdiv(end_tile, SPAN), program_limit // STRIDE, MOST)
         span = first_span + slot // STRIDE * spans
         first = first_of_group(span * SPAN + slot % STRIDE, first_tile, STRIDE)
         stop = gl.minimum((span + spans) * SPAN, end_tile)
@@ -249,9 +251,9 @@ def decode_kernel(
     ks_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N * DP // 64], FLAT)
     vs_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N * DVP // 64], FLAT)
     # A group, and a pair of them, that wait to be folded.
-    waiting_acc = gl.allocate_shared_memory(gl.float32, [2, DVP // 2, HV], ROWS)
-    waiting_total = gl.allocate_shared_memory(gl.float32, [2, HV], FLAT)
-    waiting_top = gl.allocate_shared_memory(gl.float32, [2, HS], FLAT)
+    waiting_acc = gl.allocate_shared_memory(gl.float32, [MOST // 2, DVP // 2, HV], ROWS)
+    waiting_total = gl.allocate_shared_memory(gl.float32, [MOST // 2, HV], FLAT)
+    waiting_top = gl.allocate_shared_memory(gl.float32, [MOST // 2, HS], FLAT)
     waiting = (waiting_acc, waiting_total, waiting_top)
     k_data += head.to(gl.int64) * stride_k_h
     v_data += head.to(gl.int64) * stride_v_h
@@ -265,7 +267,7 @@ def decode_kernel(
         v_data += b.to(gl.int64) * stride_v_p
         k_scales += b.to(gl.int64) * stride_ks_p
         v_scales += b.to(gl.int64) * stride_vs_p
-        wrapped = first * N // page_size * page_size
+        wrapped = next_lap(gl.to_tensor(0), first * N, page_size)
     else:
         row_pages += b.to(gl.int64) * stride_table
         if PAGING == 1:
@@ -446,17 +448,25 @@ def decode_kernel(
         if not whole:
             seen = (position >= begin) & (position < end)
             s = visible_tokens(s, position, seen, query_position, window, CAUSAL, WINDOW)
+        tile_top = gl.max(s, 0)
         if FACTOR_LATER:
-            tile_top = gl.max(s, 0) * factor
+            tile_top = tile_top * factor
             if k_bias is not None:
                 tile_top += shift
-                base = shift - finite(tile_top)
-            else:
-                base = -finite(tile_top)
+        tile_top = gl.ceil(tile_top)
+        if not TILES:
+            tile_top, old_weight, _ = fold_weights(top, tile_top)
+            old_weight = column_halves(old_weight, C, MMA)
+            acc = acc * old_weight
+            total = total * old_weight
+            top = tile_top
+        base = -finite(tile_top)
+        if FACTOR_LATER:
+            if k_bias is not None:
+                base += shift
             shifted = gl.fma(s, gl.broadcast(factor[None, :], s)[0], gl.broadcast(base[None, :], s)[0])
         else:
-            tile_top = gl.max(s, 0)
-            shifted = s - finite(tile_top)[None, :]
+            shifted = s + base[None, :]
         p = spread_probabilities(gl.exp2(shifted), N, C, B)
 
         async_copy.wait_group(2 * STAGES - 1)
@@ -496,8 +506,12 @@ def decode_kernel(
         v = gl.reshape(v, [N // 8, 2, 4] + v.shape[1:])  # noqa: RUF005
         v = gl.permute(v, (8, 7, 6, 5, 3, 0, 1, 2, 4))
         v = gl.convert_layout(gl.reshape(v, [DVP // 2, 2 * N]), A, assert_trivial=True)
-        tile_acc = mma_v2(v, p, gl.zeros([DVP // 2, HV], gl.float32, MMA))
-        tile_total = mma_v2(ones, p, gl.zeros([16, HV], gl.float32, MMA))
+        if TILES:
+            tile_acc = mma_v2(v, p, gl.zeros([DVP // 2, HV], gl.float32, MMA))
+            tile_total = mma_v2(ones, p, gl.zeros([16, HV], gl.float32, MMA))
+        else:
+            acc = mma_v2(v, p, acc)
+            total = mma_v2(ones, p, total)
         if ahead < stop:
             copy_tile(
                 v_smem.index(stage),
@@ -526,17 +540,18 @@ def decode_kernel(
         elif PAGING == 1:
             page = gl.load(row_pages + (gl.minimum((ahead + STRIDE) * N, end - 1) >> log_page_size))
 
-        top, old_weight, new_weight = fold_weights(top, tile_top)
-        old_weight = column_halves(old_weight, C, MMA)
-        new_weight = column_halves(new_weight, C, MMA)
-        acc = fold(acc, old_weight, tile_acc, new_weight)
-        total = fold(total, old_weight, tile_total, new_weight)
+        if TILES:
+            top, old_weight, new_weight = fold_weights(top, tile_top)
+            old_weight = column_halves(old_weight, C, MMA)
+            new_weight = column_halves(new_weight, C, MMA)
+            acc = fold(acc, old_weight, tile_acc, new_weight)
+            total = fold(total, old_weight, tile_total, new_weight)
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
         if (i % SPAN >= SPAN - STRIDE) & (i + STRIDE < stop):
             group = i // SPAN
             if (group % 2 == 1) & (group > first // SPAN):
                 acc, total, top = fold_waiting(waiting, 0, acc, total, top, C, MMA)
-            put_aside(waiting, group % 2, acc, total, top)
+            put_aside(waiting, group % (MOST // 2), acc, total, top)
             acc = gl.zeros([DVP // 2, HV], gl.float32, MMA)
             total = gl.zeros([16, HV], gl.float32, MMA)
             top = gl.full([HS], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
@@ -545,7 +560,7 @@ def decode_kernel(
     last_group = (first + (stop - 1 - first) // STRIDE * STRIDE) // SPAN
     if (last_group % 2 == 1) & (last_group > first_group):
         acc, total, top = fold_waiting(waiting, 0, acc, total, top, C, MMA)
-    if last_group // 2 > first_group // 2:
+    if MOST > 2 and last_group // 2 > first_group // 2:
         acc, total, top = fold_waiting(waiting, 1, acc, total, top, C, MMA)
     store_partial(
         partial_out,

@@ -10,7 +10,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_wait
 
-from .decode_common import CODE_SCALE, GROUPS, LN2, LOG2E, finite, fold, fold_weights, row_range, spans_of_program
+from .decode_common import (
+    CODE_SCALE,
+    GROUPS,
+    LN2,
+    LOG2E,
+    finite,
+    fold,
+    fold_weights,
+    power_of_two,
+    row_range,
+    spans_of_program,
+)
 
 
 @gluon.jit
@@ -23,27 +34,58 @@ def units_of_rows(unit, row, first_tile, end_tile, TILES: gl.constexpr, STRIDE: 
 
 
 @gluon.jit
-def load_partials(
+def unstack(x):
+    """The columns of `x` [R, 2^n], which each lane has all, as a tuple of [R]."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    parts = (x,)
+    for i in gl.static_range(x.shape[1].bit_length() - 1):
+        halves = ()
+        for k in gl.static_range(1 << i):
+            part = gl.reshape(parts[k], [x.shape[0], 2, x.shape[1] >> (i + 1)])
+            halves = halves + gl.split(gl.permute(part, (0, 2, 1)))
+        parts = halves
+    columns = ()
+    for k in gl.static_range(x.shape[1]):
+        column = gl.reshape(parts[k], [x.shape[0]])
+        columns = columns + (gl.convert_layout(column, ROWS, assert_trivial=True),)  # noqa: RUF005
+    return columns
+
+
+@gluon.jit
+def allocate_units(COUNT: gl.constexpr, STRIDE: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Shared memory for accumulators [COUNT, STRIDE, BLOCK_D], maxima and sums [STRIDE, COUNT]."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    return (
+        gl.allocate_shared_memory(gl.float32, [COUNT, STRIDE, BLOCK_D], LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [STRIDE, COUNT], LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [STRIDE, COUNT], LAYOUT),
+    )
+
+
+@gluon.jit
+def load_units(
     partials,
     smem,
     slots,
     unit,
     first_tile,
     end_tile,
-    COUNT: gl.constexpr,
     TILES: gl.constexpr,
     DV: gl.constexpr,
-    LAYOUT: gl.constexpr,
 ):
-    """Results `(maxima [STRIDE], sums [STRIDE], accumulators [STRIDE, BLOCK_D])` of COUNT units, in one wait.
+    """Starts the copies of COUNT units' results to `smem` and returns which of them, [STRIDE, COUNT], there are.
 
     Unit `unit + k` of each row, TILES of its tiles, has its results in slots `slots + k · STRIDE + row`.
     """
     partial_out, partial_max, partial_sum = partials
-    STRIDE: gl.constexpr = smem.shape[1]
-    BLOCK_D: gl.constexpr = smem.shape[2]
+    acc_smem, top_smem, total_smem = smem
+    COUNT: gl.constexpr = acc_smem.shape[0]
+    STRIDE: gl.constexpr = acc_smem.shape[1]
+    BLOCK_D: gl.constexpr = acc_smem.shape[2]
+    WARPS: gl.constexpr = gl.num_warps()
     # Through shared memory, since the compiler puts off plain loads until their uses to save registers.
-    COPY: gl.constexpr = gl.BlockedLayout([COUNT, 1, BLOCK_D // 32], [1, 1, 32], [1, STRIDE, 1], [2, 1, 0])
+    LANES: gl.constexpr = min(32, BLOCK_D // 4)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 1, 4], [32 // LANES, 1, LANES], [1, WARPS, 1], [2, 1, 0])
     k = gl.arange(0, COUNT, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None]
     row = gl.arange(0, STRIDE, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :]
     element = gl.program_id(1) * BLOCK_D + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))
@@ -56,97 +98,98 @@ def load_partials(
     pointers = partial_out + (gl.expand_dims((slots + row) * DV, 2) + element)
     pointers += gl.expand_dims(k * (STRIDE * DV), 2)
     SHAPE: gl.constexpr = [COUNT, STRIDE, BLOCK_D]
-    copies = smem._reinterpret(gl.float32, SHAPE, gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
+    copies = acc_smem._reinterpret(gl.float32, SHAPE, gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
     async_copy.async_copy_global_to_shared(copies, pointers, mask=valid)
-    async_copy.commit_group()
-    row = gl.arange(0, STRIDE, layout=gl.SliceLayout(1, LAYOUT))
+    SPREAD: gl.constexpr = gl.BlockedLayout([1, 1], [32 // min(COUNT, 32), min(COUNT, 32)], [WARPS, 1], [1, 0])
+    row = gl.arange(0, STRIDE, layout=gl.SliceLayout(1, SPREAD))[:, None]
+    k = gl.arange(0, COUNT, layout=gl.SliceLayout(0, SPREAD))[None, :]
     first, count = units_of_rows(unit, row, first_tile, end_tile, TILES, STRIDE)
-    tops = ()
-    totals = ()
-    for k in gl.static_range(COUNT):
-        valid = first + k < count
-        slot = slots + k * STRIDE + row
-        tops = tops + (gl.load(partial_max + slot, mask=valid, other=-float("inf")),)  # noqa: RUF005
-        totals = totals + (gl.load(partial_sum + slot, mask=valid, other=0.0),)  # noqa: RUF005
+    valid = first + k.to(gl.uint32) < count
+    slot = slots + k * STRIDE + row
+    async_copy.async_copy_global_to_shared(top_smem, partial_max + slot, mask=valid)
+    async_copy.async_copy_global_to_shared(total_smem, partial_sum + slot, mask=valid)
+    async_copy.commit_group()
+    # Weights are computed once a lane, or all of a row's by each lane where they are few.
+    FEW: gl.constexpr = COUNT * STRIDE <= 8 * WARPS
+    UNITS: gl.constexpr = gl.BlockedLayout([STRIDE // WARPS, COUNT], [1, 32], [WARPS, 1], [1, 0]) if FEW else SPREAD
+    row = gl.arange(0, STRIDE, layout=gl.SliceLayout(1, UNITS))[:, None]
+    k = gl.arange(0, COUNT, layout=gl.SliceLayout(0, UNITS))[None, :]
+    first, count = units_of_rows(unit, row, first_tile, end_tile, TILES, STRIDE)
+    return first + k.to(gl.uint32) < count
+
+
+@gluon.jit
+def add_units(state, valid, smem, SET: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Adds the units of `load_units` to `(maxima, sums, accumulators)` of the rows, once their copies are there.
+
+    GROUP units are added in order, the SET / GROUP groups of a set in pairs, sets in order. As all weights are powers
+    of two, these sums round just as those of the decode kernel.
+    """
+    top, total, acc = state
+    acc_smem, top_smem, total_smem = smem
+    COUNT: gl.constexpr = acc_smem.shape[0]
+    STRIDE: gl.constexpr = acc_smem.shape[1]
+    WARPS: gl.constexpr = gl.num_warps()
+    EACH: gl.constexpr = gl.BlockedLayout([STRIDE // WARPS, COUNT], [1, 32], [WARPS, 1], [1, 0])
+    UNITS: gl.constexpr = valid.type.layout
     async_copy.wait_group(0)
-    result = ()
+    tops = gl.where(valid, top_smem.load(UNITS), -float("inf"))
+    totals = total_smem.load(UNITS)
+    new_top = gl.maximum(top, gl.convert_layout(gl.max(tops, 1), top.type.layout))
+    old_weight = power_of_two(top - new_top)
+    total = total * old_weight
+    acc = acc * gl.expand_dims(old_weight, 1)
+    unit_top = gl.convert_layout(new_top, gl.SliceLayout(1, UNITS))
+    weights = power_of_two(tops - gl.expand_dims(unit_top, 1))
+    totals = unstack(gl.convert_layout(totals * weights, EACH))
+    weights = unstack(gl.convert_layout(weights, EACH))
+    group = (total, acc)
+    left = group
+    pair = group
     for k in gl.static_range(COUNT):
-        valid = first + k < count
-        acc = gl.where(gl.expand_dims(valid, 1), smem.index(k).load(LAYOUT), 0.0)
-        result = result + ((tops[k], totals[k], acc),)  # noqa: RUF005
-    return result
+        weight = gl.expand_dims(gl.convert_layout(weights[k], top.type.layout, assert_trivial=True), 1)
+        part_total = gl.convert_layout(totals[k], top.type.layout, assert_trivial=True)
+        part = acc_smem.index(k).load(LAYOUT)
+        if k % GROUP == 0:
+            group = (part_total, part * weight)
+        else:
+            group = (group[0] + part_total, gl.fma(part, gl.broadcast(weight, part)[0], group[1]))
+        if k % GROUP == GROUP - 1:
+            if k % SET // GROUP % 2 == 1:
+                group = (left[0] + group[0], left[1] + group[1])
+            if k % SET // GROUP == 3:
+                group = (pair[0] + group[0], pair[1] + group[1])
+            left = group
+            if k % SET // GROUP == 1:
+                pair = group
+        if k % SET == SET - 1:
+            total += group[0]
+            acc += group[1]
+    return new_top, total, acc
 
 
 @gluon.jit
-def fold_rows(old, new):
-    """Folds partial results into those of the same rows."""
-    top, old_weight, new_weight = fold_weights(old[0], new[0])
-    total = fold(old[1], old_weight, new[1], new_weight)
-    return top, total, fold(old[2], gl.expand_dims(old_weight, 1), new[2], gl.expand_dims(new_weight, 1))
-
-
-@gluon.jit
-def fold_sets(
+def add_sets(
     state,
     partials,
-    smem,
     first_set,
     num_sets,
     first_tile,
     end_tile,
-    v_scale,
-    UNITS: gl.constexpr,
-    GROUP_UNITS: gl.constexpr,
+    COUNT: gl.constexpr,
+    SET: gl.constexpr,
+    GROUP: gl.constexpr,
     TILES: gl.constexpr,
     DV: gl.constexpr,
-    V_BIAS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Folds sets of UNITS results, each of TILES tiles, into `(maxima, sums, accumulators, sums of stored tokens)`.
-
-    GROUP_UNITS of them are folded in order, what results then in pairs.
-    """
-    STRIDE: gl.constexpr = smem.shape[1]
-    COUNT: gl.constexpr = smem.shape[0]
-    SETS: gl.constexpr = max(1, COUNT // UNITS)
-    top, total, acc, stored_total = state
-    for i in range(0, num_sets, SETS):
-        for k in gl.static_range(0, SETS * UNITS, COUNT):
-            unit = i * UNITS + k
-            parts = load_partials(
-                partials,
-                smem,
-                unit * STRIDE,
-                first_set * UNITS + unit,
-                first_tile,
-                end_tile,
-                COUNT,
-                TILES,
-                DV,
-                LAYOUT,
-            )
-            if k == 0:
-                left = parts[0]
-                pair = parts[0]
-                group = parts[0]
-            for j in gl.static_range(COUNT):
-                group = parts[j] if (k + j) % GROUP_UNITS == 0 else fold_rows(group, parts[j])
-                if (k + j) % GROUP_UNITS == GROUP_UNITS - 1:
-                    if (k + j) % UNITS // GROUP_UNITS % 2 == 1:
-                        group = fold_rows(left, group)
-                    if (k + j) % UNITS // GROUP_UNITS == 3:
-                        group = fold_rows(pair, group)
-                    left = group
-                    if (k + j) % UNITS // GROUP_UNITS == 1:
-                        pair = group
-                if (k + j) % UNITS == UNITS - 1:
-                    top, old_weight, new_weight = fold_weights(top, group[0])
-                    total = fold(total, old_weight, group[1], new_weight)
-                    if V_BIAS:
-                        stored_total = fold(stored_total, old_weight, group[1], new_weight)
-                    old_weight = gl.expand_dims(old_weight, 1)
-                    acc = fold(acc, old_weight, group[2] * v_scale, gl.expand_dims(new_weight, 1))
-    return top, total, acc, stored_total
+    """Adds a row's sets, each of SET units of TILES tiles, to `(maxima, sums, accumulators)`; see `add_units`."""
+    STRIDE: gl.constexpr = state[2].shape[0]
+    smem = allocate_units(max(COUNT, SET), STRIDE, state[2].shape[1])
+    for unit in range(0, num_sets * SET, max(COUNT, SET)):
+        valid = load_units(partials, smem, unit * STRIDE, first_set * SET + unit, first_tile, end_tile, TILES, DV)
+        state = add_units(state, valid, smem, SET, GROUP, LAYOUT)
+    return state
 
 
 @gluon.jit
@@ -185,14 +228,18 @@ def merge_kernel(
     BLOCK_D: gl.constexpr,
     COUNT: gl.constexpr,
     TILES: gl.constexpr,
+    SETS: gl.constexpr,
+    EXACT: gl.constexpr,
+    MOST: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Merges the partial results of one column for BLOCK_D output elements; a warp loads COUNT at a time.
+    """Merges the partial results of one column for BLOCK_D output elements, COUNT of each row of tiles at a time.
 
-    Warp r of STRIDE folds, in order, the exact parts r, r + STRIDE, …, then the sets of tiles r, r + STRIDE, …; the
-    warps' results are summed at the end. So the order of operations follows from the row alone.
+    Row r of STRIDE adds up the exact parts r, r + STRIDE, …, and the sets of tiles r, r + STRIDE, …; the rows' results
+    are summed at the end. So the order of additions follows from the row alone.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, BLOCK_D // 32], [1, 32], [STRIDE, 1], [1, 0])
+    WARPS: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = gl.BlockedLayout([STRIDE // WARPS, BLOCK_D // 32], [1, 32], [WARPS, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     SPAN: gl.constexpr = GROUP * STRIDE
     SET: gl.constexpr = GROUP * GROUPS
@@ -210,47 +257,56 @@ def merge_kernel(
     first_set = first_tile // (SET * STRIDE)
     num_sets = gl.cdiv(end_tile, SET * STRIDE) - first_set
     v_scale = gl.load(v_global + head * stride_v_global) * CODE_SCALE
-    V_BIAS: gl.constexpr = v_bias is not None
     base = program.to(gl.int64) * slot_stride
     partials = (partial_out + base * DV, partial_max + base, partial_sum + base)
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    smem = gl.allocate_shared_memory(gl.float32, [COUNT, STRIDE, BLOCK_D], SHARED)
     top = gl.full([STRIDE], -float("inf"), gl.float32, ROWS)
-    exact = (top, gl.zeros([STRIDE], gl.float32, ROWS), gl.zeros([STRIDE, BLOCK_D], gl.float32, LAYOUT))
+    nothing = (top, gl.zeros([STRIDE], gl.float32, ROWS), gl.zeros([STRIDE, BLOCK_D], gl.float32, LAYOUT))
     if PDL:
         gdc_wait()
-    for part in range(0, num_exact_slots, 2 * STRIDE):
-        parts = load_partials(partials, smem, stored_slots + part, part // STRIDE, 0, num_exact_slots, 2, 1, DV, LAYOUT)
-        exact = fold_rows(fold_rows(exact, parts[0]), parts[1])
-    state = (exact[0], exact[1], exact[2], gl.zeros([STRIDE], gl.float32, ROWS))
-    row_sets = (partials, smem, first_set, num_sets, first_tile, end_tile, v_scale)
+    if EXACT:
+        exact_smem = allocate_units(2, STRIDE, BLOCK_D)
+        valid = load_units(partials, exact_smem, stored_slots, 0, 0, num_exact_slots, 1, DV)
+    row_sets = (partials, first_set, num_sets, first_tile, end_tile)
     if TILES and end_tile - first_tile <= tile_limit:
-        state = fold_sets(state, *row_sets, SET, GROUP, 1, DV, V_BIAS, LAYOUT)
+        state = add_sets(nothing, *row_sets, COUNT, SET, GROUP, 1, DV, LAYOUT)
+    elif SETS:
+        state = add_sets(nothing, *row_sets, COUNT, GROUPS // MOST, 1, MOST * GROUP, DV, LAYOUT)
     else:
-        spans = spans_of_program(first_set * GROUPS, gl.cdiv(end_tile, SPAN), program_limit // STRIDE)
+        spans = spans_of_program(first_set * GROUPS, gl.cdiv(end_tile, SPAN), program_limit // STRIDE, MOST)
         if spans == 1:
-            state = fold_sets(state, *row_sets, 4, 1, GROUP, DV, V_BIAS, LAYOUT)
+            state = add_sets(nothing, *row_sets, COUNT, 4, 1, GROUP, DV, LAYOUT)
         elif spans == 2:
-            state = fold_sets(state, *row_sets, 2, 1, 2 * GROUP, DV, V_BIAS, LAYOUT)
+            state = add_sets(nothing, *row_sets, COUNT, 2, 1, 2 * GROUP, DV, LAYOUT)
         else:
-            state = fold_sets(state, *row_sets, 1, 1, SET, DV, V_BIAS, LAYOUT)
+            state = add_sets(nothing, *row_sets, COUNT, 1, 1, SET, DV, LAYOUT)
+    top, total, acc = state
+    acc = acc * v_scale
+    stored_total = total
+    if EXACT:
+        exact = add_units(nothing, valid, exact_smem, 1, 1, LAYOUT)
+        for part in range(2 * STRIDE, num_exact_slots, 2 * STRIDE):
+            slots = stored_slots + part
+            valid = load_units(partials, exact_smem, slots, part // STRIDE, 0, num_exact_slots, 1, DV)
+            exact = add_units(exact, valid, exact_smem, 1, 1, LAYOUT)
+        top, old_weight, new_weight = fold_weights(exact[0], top)
+        stored_total = total * new_weight
+        total = fold(exact[1], old_weight, total, new_weight)
+        acc = fold(exact[2], gl.expand_dims(old_weight, 1), acc, gl.expand_dims(new_weight, 1))
 
     # Each lane sums whole columns: Triton's own sum over warps meets one bank of shared memory again and again.
-    FINAL: gl.constexpr = gl.BlockedLayout([STRIDE, 1], [1, 32], [1, STRIDE], [0, 1])
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    rows = gl.allocate_shared_memory(gl.float32, [3, STRIDE], FLAT)
-    for i in gl.static_range(3 if V_BIAS else 2):
-        rows.index(i).store(state[(0, 1, 3)[i]])
-    smem.index(0).store(state[2])
-    row_top = rows.index(0).load(gl.SliceLayout(1, FINAL))
-    element = gl.program_id(1) * BLOCK_D + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, FINAL))
+    COLUMNS: gl.constexpr = gl.BlockedLayout([max(1, BLOCK_D // (32 * WARPS)), STRIDE], [32, 1], [WARPS, 1], [1, 0])
+    acc = gl.convert_layout(gl.permute(acc, (1, 0)), COLUMNS)
+    row_top = gl.convert_layout(top, gl.SliceLayout(0, COLUMNS))
+    total = gl.convert_layout(total, gl.SliceLayout(0, COLUMNS))
+    element = gl.program_id(1) * BLOCK_D + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(1, COLUMNS))
     top = finite(gl.max(row_top, 0))
-    weight = gl.exp2(row_top - top)
-    total = gl.sum(rows.index(1).load(gl.SliceLayout(1, FINAL)) * weight, 0)
-    acc = gl.sum(smem.index(0).load(FINAL) * gl.expand_dims(weight, 1), 0)
-    if V_BIAS:
+    weight = power_of_two(row_top - top)
+    total = gl.sum(total * weight, 0)
+    acc = gl.sum(acc * gl.expand_dims(weight, 0), 1)
+    if v_bias is not None:
         bias = gl.load(v_bias + head * DV + element, mask=element < DV, other=0.0)
-        acc += gl.sum(rows.index(2).load(gl.SliceLayout(1, FINAL)) * weight, 0) * bias
+        stored_total = gl.convert_layout(stored_total, gl.SliceLayout(0, COLUMNS))
+        acc += gl.sum(stored_total * weight, 0) * bias
     if sink_logits is not None:
         sink = gl.load(sink_logits + query_head).to(gl.float32) * LOG2E
         new_top = gl.where(total > 0.0, gl.maximum(top, sink), sink)

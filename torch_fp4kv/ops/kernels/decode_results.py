@@ -91,9 +91,12 @@ def store_partial(
         mask = mask & (element < DV)[None, :]
     rows = (base + column) * slot_stride + slot
     gl.store(partial_out + rows[:, None] * DV + element[None, :], out, mask=mask)
+    # All rows of sums are the same.
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))
     index = gl.arange(0, HV, layout=gl.SliceLayout(0, MMA))
-    mask = (index < C) & (block * C + index < G * queries)
-    gl.store(partial_sum + (base + block * C + index) * slot_stride + slot, gl.max(total, 0), mask=mask)
+    mask = (row == 0)[:, None] & ((index < C) & (block * C + index < G * queries))[None, :]
+    slots = (base + block * C + index) * slot_stride + slot
+    gl.store(partial_sum + gl.broadcast(slots[None, :], total)[0], total, mask=mask)
     index = gl.arange(0, HS, layout=gl.SliceLayout(0, MMA))
     mask = (index < C) & (block * C + index < G * queries)
     gl.store(partial_max + (base + block * C + index) * slot_stride + slot, top, mask=mask)

@@ -224,7 +224,8 @@ def channels(order, head, D: gl.constexpr, DP: gl.constexpr, Q: gl.constexpr):
 def stored_query(query, factors, order, head, D: gl.constexpr, ROTATION: gl.constexpr):
     """What stored K meets of `query` `[HS, DP]`, which is in `order`."""
     if factors is not None:
-        channel, inside = channels(order, head, D, query.shape[1], query.type.layout)
+        LAYOUT: gl.constexpr = query.type.layout
+        channel, inside = channels(order, head, D, query.shape[1], LAYOUT)
         query = query / gl.load(factors + head * D + channel, mask=inside, other=1.0)
     if ROTATION > 0:
         query = rotate(query, ROTATION)

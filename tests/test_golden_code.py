@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from functools import partial
+from pathlib import Path
 
+import calls
+import offline
 import pytest
 import torch
 from compiled import Generated, generated
@@ -28,12 +32,17 @@ from decode_step import (
     rope,
     step_arguments,
 )
-from fake_cuda import cuda_code
+from fake_cuda import cuda_code, driver
 from torch import Tensor
 
 import torch_fp4kv as fp4
+from torch_fp4kv import _compat
 
 pytest.importorskip("triton")
+from test_fallback_interpret import sixteen_bits
+
+from torch_fp4kv.ops.kernels import fallback
+
 assert_expected_inline = pytest.importorskip("expecttest").assert_expected_inline
 
 
@@ -105,6 +114,32 @@ launch triton_poi_fused_add_attention_cat_mul_neg_split_transpose_view_1
 call torch.ops.fp4kv.attention.default
 """,
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"k_rotation": 64}], ids=["plain", "rotated"])
+def test_a_packaged_program_holds_the_portable_kernel(options: dict[str, int], monkeypatch, tmp_path: Path) -> None:
+    def attention(kw: Tensor, ks: Tensor, vw: Tensor, vs: Tensor, q: Tensor, scale: Tensor, lengths: Tensor) -> Tensor:
+        return fp4.attention(q, kw, ks, vw, vs, scale, scale, lengths, **options)
+
+    monkeypatch.setattr(_compat, "compiles_ahead_of_time", lambda: True)
+    rest = (((BATCH, 4 * HEADS, 1, DIM), BF16), step_arguments(1)[-1], ((BATCH,), torch.int32))
+    text = cuda_code(attention, *step_arguments(1)[:4], *rest)
+    assert "torch.ops.fp4kv" not in Generated(text).calls
+    for name in ("attention_kernel", "merge_kernel"):
+        source = re.search(rf"triton\('{name}', \'\'\'(.*?)\'\'\', device_str", text, re.DOTALL)
+        assert source is not None
+        # What is not in the source, such as a function of ours, would be missing here.
+        file = tmp_path / f"{name}.py"
+        file.write_text(source[1])
+        spec = importlib.util.spec_from_file_location(name, file)
+        module = importlib.util.module_from_spec(spec)
+        with driver():
+            spec.loader.exec_module(module)
+        monkeypatch.setattr(fallback, name, getattr(module, name).fn)
+    call = calls.make(capacity=512, head_dim=DIM, dtype=torch.bfloat16)
+    with offline.launches(90) as kernels, sixteen_bits(90):
+        fallback.run(call)
+    assert [kernel.name for kernel in kernels] == ["attention_kernel", "merge_kernel"]
 
 
 LAUNCHES = {"append": 1, "attention": 2}

@@ -205,6 +205,13 @@ def inline(function: Callable[..., Any], arguments: Sequence[Any], fakes: Sequen
     return inline_subgraph_to_ir_nodes(graph, list(arguments), name)
 
 
+def compiles_ahead_of_time() -> bool:
+    """Whether Inductor is making a package (AOTInductor)."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.graph.aot_mode)
+
+
 def while_loop(
     more: Callable[..., Any], step: Callable[..., Any], carried: tuple[Any, ...], others: tuple[Any, ...]
 ) -> Any:

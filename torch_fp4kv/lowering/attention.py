@@ -1,8 +1,11 @@
-"""`fp4kv::attention` on the CPU in Inductor: the running softmax of `ops/torch_attention.py`, compiled.
+"""`fp4kv::attention` in Inductor: on the CPU the running softmax of `ops/torch_attention.py`, compiled.
 
 The loop over stored tiles is a `while_loop` from the first to the last token that some query sees, so that the code
 does not grow with the capacity, the work goes with the length, and an exported program needs no Python. In a tile
-dequantising is one vectorised kernel that feeds a matrix product. On other devices the op is left to its kernels.
+dequantising is one vectorised kernel that feeds a matrix product.
+
+On other devices the op is left to its kernels, but for a program that is packaged on CUDA (AOTInductor): that calls the
+portable Triton kernel, which serves every call and is compiled into the package.
 """
 
 from __future__ import annotations
@@ -24,14 +27,19 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(AttentionCall))
 
 def unsupported(q: Any, *args: Any, **kwargs: Any) -> str | None:
     """Why these arguments are left to the op itself, or None."""
-    device = q.get_device()
-    if device.type != "cpu":
-        return f"kernels serve it on {device.type}"
+    device = q.get_device().type
+    if device != "cpu" and not _packaged(device):
+        return f"kernels serve it on {device}"
     if not all(_compat.is_static(x) for x in (q, *args, *kwargs.values())):
         return "shapes are dynamic"
-    if kwargs.get("backend", "auto") not in ("auto", "torch"):
+    if kwargs.get("backend", "auto") not in ("auto", "torch" if device == "cpu" else "triton"):
         return "a backend is asked for by name"
     return None
+
+
+def _packaged(device: str) -> bool:
+    """Whether what is compiled must run without this package, on CUDA."""
+    return device == "cuda" and _compat.compiles_ahead_of_time()
 
 
 def lower(*args: Any, **kwargs: Any) -> Any:
@@ -53,10 +61,19 @@ def _lower(return_lse: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> tup
 
     def function(*values: Tensor) -> tuple[Tensor, ...]:
         fields: dict[str, Any] = {**constants, **dict(zip(tensors, values))}
-        out, lse = attend(AttentionCall(**fields))
-        return (out, lse) if return_lse else (out,)
+        call = AttentionCall(**fields, return_lse=return_lse)
+        out, lse = attend(call) if call.q.device.type == "cpu" else _portable(call)
+        return (out, lse) if return_lse and lse is not None else (out,)
 
     return tuple(_compat.inline(function, list(tensors.values()), [fakes[name] for name in tensors]))
+
+
+def _portable(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    from ..ops.kernels import fallback
+
+    transform = call.transform
+    q_stored = transform.query(call.q) if transform.moves_queries else None
+    return fallback.launch(call, q_stored, transform.query_bias(call.q), torch.library.wrap_triton)
 
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:

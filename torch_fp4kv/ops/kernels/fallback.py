@@ -9,7 +9,8 @@ over tokens; splits begin at multiples of SPLIT_TOKENS and are merged in order.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -48,7 +49,19 @@ def tiles(call: AttentionCall, block_d: int) -> Tiles:
 
 def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Serves `call`."""
-    q_stored, stored_bias = stored_query(call, torch.float32)
+    return launch(call, *stored_query(call, torch.float32))
+
+
+def launch(
+    call: AttentionCall,
+    q_stored: Tensor | None,
+    stored_bias: Tensor | None,
+    kernel: Callable[[Any], Any] = lambda kernel: kernel,
+) -> tuple[Tensor, Tensor | None]:
+    """Serves `call` given what stored keys meet (None: `call.q`) and what is added to their scores.
+
+    `kernel` gives what is launched for a kernel, such as what a tracer records.
+    """
     q, device = call.q, call.q.device
     batch, query_heads, queries, d = q.shape
     heads, group, dv = call.num_kv_heads, call.group, call.v_head_dim
@@ -82,7 +95,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     others = [x for x in (call.k_exact, call.v_exact, call.k_new, call.v_new) if x is not None]
     exact_types = {_product_type(q, x, "exact") for x in others}
     with nvfp4.on_device(q):
-        attention_kernel[(triton.cdiv(rows, tile_rows), batch * heads, num_splits)](
+        kernel(attention_kernel)[(triton.cdiv(rows, tile_rows), batch * heads, num_splits)](
             q,
             *q.stride(),
             q_stored,
@@ -161,7 +174,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         )
         if partial:
             block_dv = min(block_dv, 32)
-            merge_kernel[(batch * query_heads * queries, triton.cdiv(dv, block_dv))](
+            kernel(merge_kernel)[(batch * query_heads * queries, triton.cdiv(dv, block_dv))](
                 result,
                 sums,
                 call.sink_logits,

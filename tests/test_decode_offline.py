@@ -191,7 +191,7 @@ SHAPES: dict[str, tuple[dict[str, Any], float, int]] = {
     "D 64": ({"d": 64}, 3.45, 7),
     "D 256": ({"d": 256}, 2.6, 19),
     "group of 8": ({"group": 8}, 3.0, 21),
-    "group of 16": ({"group": 16}, 4.35, 42),
+    "group of 16": ({"group": 16}, 4.0, 38),
     "paged": ({"block_table": torch.zeros(1, 128, dtype=torch.int32)}, 2.9, 11),
 }
 """What is called, and the ceilings of instructions an element and of stores to shared memory in the main loop.
@@ -212,9 +212,7 @@ def test_machine_code(name: str, capability: int) -> None:
     d, columns = c.head_dim, c.group * c.q.shape[2]
     config = decode.configuration(columns, d, d, divmod(capability, 10))
     assert merge.kernel.spills == 0
-    # 16 columns of 64 accumulators leave one register too few there.
-    tight = capability == 120 or (name, capability) == ("group of 16", 90)
-    assert kernel.kernel.spills <= (2 if tight else 0)
+    assert kernel.kernel.spills <= (2 if capability == 120 else 0)
     assert kernel.kernel.shared <= offline.SHARED_MEMORY[capability] // 4, "fewer than four programs fit an SM"
     elements = 2 * d * config.tokens / 32
     # Without e4m3 conversions scales take a few instructions more.
@@ -273,9 +271,11 @@ def test_a_query_is_rotated_in_registers_before_the_main_loop(options: dict[str,
 
 
 @compiles
-@pytest.mark.parametrize(("options", "registers"), [({}, 128), ({"d": 64}, 128), ({"d": 256}, 168)])
+@pytest.mark.parametrize(
+    ("options", "registers"), [({}, 128), ({"d": 64}, 128), ({"d": 256}, 168), ({"group": 16}, 200)]
+)
 def test_registers(options: dict[str, Any], registers: int, tmp_path: Path) -> None:
-    """At most 128 registers: 16 warps an SM."""
+    """At most 128 registers: 16 warps an SM; 200: 10 warps."""
     with recorded() as kernels:
         compiled(call(**options), 90)
     (tmp_path / "kernel.cubin").write_bytes(kernels[0].asm["cubin"])

@@ -39,7 +39,7 @@ _OTHER = ("triton", "torch")
 APPEND_CHOSEN = ((12, 0), (12, 1))
 """Where FlashInfer's append is chosen: elsewhere on its list it has no attention kernel that is."""
 
-DECODE_ROWS = 16
+DECODE_ROWS = 32
 """Up to this many query rows a KV head the prefill kernel, which first decodes what is stored, is not chosen."""
 
 OPS = ("quantize", "dequantize", "append", "attention")

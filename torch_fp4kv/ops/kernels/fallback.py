@@ -72,7 +72,8 @@ def launch(
     rows = queries * group
     block_d, block_dv = (max(64, triton.next_power_of_2(size)) for size in (d, dv))
     n, warps, stages = tiles(call, max(block_d, block_dv))
-    tile_rows = 16 if rows <= 16 or max(block_d, block_dv) > 256 else 32
+    # Four warps share the tokens of 16 rows; of 32, some decode the same ones.
+    tile_rows = 16 if rows <= 32 or max(block_d, block_dv) > 256 else 32
     window = max(call.window, 0)
     # A row may end anywhere, and begin anywhere: one split more than its tokens fill.
     reach = call.capacity + call.ring_size + (queries if call.k_new is not None else 0)

@@ -53,12 +53,18 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "sinks alone": {"num_sink_tokens": 4, "lengths": (300, 3)},
     "exact window, soft-cap": {"ring": 24, "num_sink_tokens": 4, "window": 40, "softcap": 5.0, "lengths": (300, 90)},
-    "bias of V": {"v_bias": BIAS, "ring": 24},
+    "bias of V": {"head_dim": 128, "v_bias": BIAS, "ring": 24},
     "rotated keys": {"k_rotation": 64, "ring": 24},
-    "keys shifted far": {"k_bias": BIAS * 60, "ring": 24},
-    "shifted and rotated keys, window": {"k_bias": BIAS, "k_rotation": 128, "window": 17, "num_queries": 2},
-    "transformed keys": {**calls.equalized(2, 128), "ring": 24},
-    "transformed keys, group of 16": {**calls.equalized(2, 128), "heads": 32},
+    "keys shifted far": {"head_dim": 128, "k_bias": BIAS * 60, "ring": 24},
+    "shifted and rotated keys, window": {
+        "head_dim": 128,
+        "k_bias": BIAS,
+        "k_rotation": 128,
+        "window": 17,
+        "num_queries": 2,
+    },
+    "transformed keys": {"head_dim": 128, **calls.equalized(2, 128), "ring": 24},
+    "transformed keys, group of 16": {"head_dim": 128, **calls.equalized(2, 128), "heads": 32},
     "rotated keys, queries by 16": {"k_rotation": 64, "num_queries": 5},
 }
 HEAD_SIZES = [

@@ -38,7 +38,7 @@ def test_options(options: dict[str, Any], dtype: torch.dtype) -> None:
     compare(c, *run(c))
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n != "bias of V"])
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("storage", FORMATS)
 def test_calls_of_the_decode_kernel(storage: str, name: str) -> None:
     given = {"lengths": (90, 33), **CASES[name]}

@@ -181,6 +181,7 @@ def test_prefill(capability: int, head_dim: int, num_queries: int, everything: b
         prefill.run(call(head_dim, num_queries, everything))
     kernels = {kernel.name: kernel for kernel in compiled}
     assert kernels["stage_kernel"].spills == 0
+    assert not everything or kernels["query_kernel"].spills == 0
     attention = kernels["prefill_kernel"]
     assert attention.count("HMMA", "HGMMA", "UTC") > 0
     assert attention.shared <= offline.SHARED_MEMORY[capability]

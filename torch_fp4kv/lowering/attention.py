@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import _compat
 from ..ops import torch_attention
 from ..ops.call import AttentionCall
-from ..ops.torch_attention import Queries, RunningSoftmax, StoredQuery, Tile
+from ..ops.torch_attention import Queries, RunningSoftmax, Tile
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(AttentionCall))
 
@@ -71,9 +71,8 @@ def _lower(return_lse: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> tup
 def _portable(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     from ..ops.kernels import fallback
 
-    transform = call.transform
-    q_stored = transform.query(call.q) if transform.moves_queries else None
-    return fallback.launch(call, q_stored, transform.query_bias(call.q), torch.library.wrap_triton)
+    stored = torch_attention.stored_query(call, 0, call.q.shape[2])
+    return fallback.launch(call, *stored, torch.library.wrap_triton)
 
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -81,16 +80,16 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     batch, heads, num_queries, _ = call.q.shape
     if call.empty_lse().numel() == 0:
         return call.empty_out(), call.empty_lse()
-    stored = torch_attention.stored_query(call)  # once, and not in every turn of the loop
     block = max(1, torch_attention.SCORE_ELEMENTS // (batch * heads * torch_attention.tile_size(call)))
-    blocks = [_attend(call, first, min(first + block, num_queries), stored) for first in range(0, num_queries, block)]
+    blocks = [_attend(call, first, min(first + block, num_queries)) for first in range(0, num_queries, block)]
     outs, lses = zip(*blocks)
     return torch.cat(outs, 2).to(call.result_dtype), torch.cat(lses, 2)
 
 
-def _attend(call: AttentionCall, first: int, last: int, stored: StoredQuery) -> tuple[Tensor, Tensor]:
+def _attend(call: AttentionCall, first: int, last: int) -> tuple[Tensor, Tensor]:
     """As `attend`, for queries `first … last - 1`."""
     tile = torch_attention.tile_size(call)
+    stored = torch_attention.stored_query(call, first, last)  # once, and not in every turn of the loop
     queries = Queries(call, first, last, stored)
     softmax = RunningSoftmax(queries)
     start, end = torch_attention.slot_range(queries)
@@ -98,7 +97,6 @@ def _attend(call: AttentionCall, first: int, last: int, stored: StoredQuery) -> 
         softmax.add(*_stored_tile(queries, torch.zeros_like(start), call.capacity), stored=True)
     else:
         names = [name for name in _FIELDS if isinstance(getattr(call, name), Tensor)]
-        moved = [x for x in stored if x is not None and x is not call.q]
 
         def more(start: Tensor, top: Tensor, total: Tensor, weighted: Tensor, end: Tensor, *_: Tensor) -> Tensor:
             return start < end
@@ -109,8 +107,8 @@ def _attend(call: AttentionCall, first: int, last: int, stored: StoredQuery) -> 
             fields: dict[str, Any] = dict(zip(names, values))
             inner_call = dataclasses.replace(call, **fields)
             rest = iter(values[len(names) :])
-            q_stored = inner_call.q if stored[0] is call.q else next(rest)
-            inner = Queries(inner_call, first, last, (q_stored, next(rest, None)))
+            q_stored, stored_bias = (None if x is None else next(rest) for x in stored)
+            inner = Queries(inner_call, first, last, (q_stored, stored_bias))
             part = RunningSoftmax(inner)
             part.top, part.total, part.weighted = top, total, weighted
             part.add(*_stored_tile(inner, start, tile), stored=True)
@@ -119,7 +117,7 @@ def _attend(call: AttentionCall, first: int, last: int, stored: StoredQuery) -> 
         # At least one turn: after none, code of AOTInductor (seen in 2.13) reads initial values whose memory it reused.
         end = torch.maximum(end, start + 1)
         carried = (start, softmax.top, softmax.total, softmax.weighted)
-        others = (end, *[getattr(call, name) for name in names], *moved)
+        others = (end, *[getattr(call, name) for name in names], *[x for x in stored if x is not None])
         _, softmax.top, softmax.total, softmax.weighted = _compat.while_loop(more, step, carried, others)
     for piece in torch_attention.exact_tiles(queries):
         softmax.add(*piece, stored=False)

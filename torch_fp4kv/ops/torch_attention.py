@@ -32,10 +32,11 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     batch, heads, num_queries, _ = call.q.shape
     out, lse = call.empty_out(), call.empty_lse()
     if lse.numel():
-        block, stored = max(1, SCORE_ELEMENTS // (batch * heads * tile_size(call))), stored_query(call)
+        block = max(1, SCORE_ELEMENTS // (batch * heads * tile_size(call)))
         for first in range(0, num_queries, block):
             last = min(first + block, num_queries)
-            out[:, :, first:last], lse[:, :, first:last] = _attend(Queries(call, first, last, stored))
+            queries = Queries(call, first, last, stored_query(call, first, last))
+            out[:, :, first:last], lse[:, :, first:last] = _attend(queries)
     return out, lse if call.return_lse else None
 
 
@@ -55,12 +56,14 @@ def tile_size(call: AttentionCall) -> int:
     return size // 4 * 4
 
 
-StoredQuery = tuple[Tensor, Tensor | None]
-"""What stored keys meet, `[B, Hq, L, D]`, and what is added to their product, float32 `[B, Hq, L]`."""
+StoredQuery = tuple[Tensor | None, Tensor | None]
+"""What stored keys meet, `[B, Hq, L, D]`, None where that is q; what their product gets added, float32 `[B, Hq, L]`."""
 
 
-def stored_query(call: AttentionCall) -> StoredQuery:
-    return call.transform.query(call.q), call.transform.query_bias(call.q)
+def stored_query(call: AttentionCall, first: int, last: int) -> StoredQuery:
+    """That of queries `first … last - 1`."""
+    q, transform = call.q[:, :, first:last], call.transform
+    return transform.query(q) if transform.moves_queries else None, transform.query_bias(q)
 
 
 class Queries:
@@ -74,9 +77,9 @@ class Queries:
         index = torch.arange(first, last, device=call.q.device)
         self.real = index < num_new[:, None]
         self.positions = self.lengths[:, None] - num_new[:, None] + index
-        self.q = self._grouped(call.q)
+        self.q = self._grouped(call.q[:, :, first:last])
         q_stored, stored_bias = stored
-        self.q_stored = self.q if q_stored is call.q else self._grouped(q_stored)
+        self.q_stored = self.q if q_stored is None else self._grouped(q_stored)
         self.stored_bias = None if stored_bias is None else self._grouped(stored_bias)
         self.mask = None if call.mask is None else self._own_rows(call.mask)
         self.sink_end = self.starts + call.num_sink_tokens if call.k_exact is not None else self.starts
@@ -86,9 +89,8 @@ class Queries:
         self.first_new = self.lengths - num_new if call.k_new is not None else self.lengths
 
     def _grouped(self, x: Tensor) -> Tensor:
-        """`[B, Hq, all queries, ·]` to float32 `[B, H, G, L, ·]`."""
-        own = x[:, :, self.first : self.last].to(torch.float32)
-        return own.unflatten(1, (self.call.num_kv_heads, self.call.group))
+        """`[B, Hq, L, ·]` to float32 `[B, H, G, L, ·]`."""
+        return x.to(torch.float32).unflatten(1, (self.call.num_kv_heads, self.call.group))
 
     def _own_rows(self, mask: Tensor) -> Tensor:
         """`mask` with four dimensions, and only the rows of these queries where it has rows."""

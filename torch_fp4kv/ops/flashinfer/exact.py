@@ -62,7 +62,7 @@ def _cut(x: Tensor, size: int) -> Tensor:
 def join(call: AttentionCall, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Result of `call` from that of `stored(call)`."""
     assert lse is not None
-    queries = Queries(call, 0, call.q.shape[2], (call.q, None))
+    queries = Queries(call, 0, call.q.shape[2], (None, None))
     softmax = RunningSoftmax(queries)
     softmax.resume(out, lse)
     for tile in exact_tiles(queries):

@@ -113,6 +113,12 @@ CASES: dict[str, dict[str, Any]] = {
 PAGED_MULTI = {
     "three queries": {"queries": 3, "lengths": (37, 96, 3)},
     "three queries, window": {"queries": 3, "window": 5},
+    "three queries, transformed K, float32": {
+        "queries": 3,
+        "out_dtype": torch.float32,
+        **CASES["transformed and shifted K"],
+    },
+    "rows of fewer tokens than queries": {"queries": 5, "lengths": (37, 2, 0, 4)},
 }
 STATIC = {
     "static cache": {"page_size": None},
@@ -125,6 +131,8 @@ PREFILLS = {
     "prefill": {"queries": 20, "lengths": (37, 96, 20), "new": True},
     "prefill, window": {"queries": 20, "lengths": (37, 96, 20), "new": True, "window": 9},
     "prefill, soft-cap": {"queries": 5, "lengths": (37, 0, 20), "new": True, "softcap": 1.5},
+    "prefill, rows of fewer tokens than queries": {"queries": 20, "lengths": (37, 7, 0, 19), "new": True},
+    "prefill, float32": {"queries": 20, "lengths": (37, 96, 20), "new": True, "out_dtype": torch.float32},
 }
 
 

@@ -23,6 +23,7 @@ from flashinfer_cases import (
     CASES,
     EXACT,
     LAYOUT,
+    PAGED_MULTI,
     PREFILLS,
     SINKS,
     V_BIAS,
@@ -104,6 +105,24 @@ def test_what_a_kernel_is_handed_gives_the_reference_s_numbers(
         assert not out[lengths.index(0)].any()
 
 
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_block_table_is_read_by_rows_however_it_lies(package: None, name: str) -> None:
+    call = make(LAYOUT[name], **(PREFILLS["prefill"] if support.KERNELS[name].new_tokens else {}))
+    assert call.block_table is not None
+    out, calls = emulated(name, replace(call, block_table=call.block_table.t().contiguous().t()))
+    assert error(out, call) < BOUNDS[name]
+    tables = [a["block_tables"] for a in calls if a.get("block_tables") is not None]
+    assert all(table.is_contiguous() for table in tables)
+
+
+@pytest.mark.parametrize("name", [name for name in BOUNDS if support.KERNELS[name].new_tokens])
+def test_a_prefill_s_own_tokens_need_no_room_in_its_block_table(package: None, name: str) -> None:
+    call = make(LAYOUT[name], queries=20, lengths=(37, 96, 100), new=True, capacity=112)
+    assert call.block_table is not None
+    out, _ = emulated(name, replace(call, block_table=call.block_table[:, :5]))
+    assert error(out, call) < BOUNDS[name]
+
+
 def swapped(call: AttentionCall) -> AttentionCall:
     return replace(call, k_global=call.v_global, v_global=call.k_global)
 
@@ -165,7 +184,7 @@ LSE = [
         if kernel.new_tokens
         else {key: CASES[key] for key in ("one query", "row without tokens", "transformed and shifted K")}
         | ({"sinks": CASES["sinks"]} if kernel.sinks else {})
-        | {"three queries": {"queries": 3, "lengths": (37, 96, 3)}}
+        | {key: PAGED_MULTI[key] for key in ("three queries", "rows of fewer tokens than queries")}
     ).items()
 ]
 

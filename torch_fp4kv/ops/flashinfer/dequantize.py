@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from . import support
 from .fa2 import attend
-from .paged import on, paged
+from .paged import on, paged, to_front
 
 NAME = "flashinfer-dequantize"
 
@@ -33,16 +33,20 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     view, device = paged(call), call.q.device
     batch, _, queries, d = call.q.shape
     lengths = view.lengths.cpu()
-    k, v = torch.empty(2, batch, int(lengths.max()), call.num_kv_heads, d, dtype=call.q.dtype, device=device)
+    longest = int(lengths.max())
+    k, v = torch.empty(2, batch, longest, call.num_kv_heads, d, dtype=call.q.dtype, device=device)
     history = view.lengths - queries
     one = torch.ones(1, device=device)
     with on(device):
-        nvfp4_kv_dequantize_paged(view.data, view.scales, view.table, history, one, one, k, v, kv_layout="HND")
+        nvfp4_kv_dequantize_paged(
+            view.data, view.scales, view.table_for(longest), history, one, one, k, v, kv_layout="HND"
+        )
     row = torch.arange(batch, device=device)[:, None]
     position = history[:, None] + torch.arange(queries, device=device)
     for target, new, scale in ((k, call.k_new, call.k_global), (v, call.v_new, call.v_global)):
         per_head = scale[:, None, None] if scale.ndim else scale
-        target[row, position] = (new.to(torch.float32) / per_head).transpose(1, 2).to(target.dtype)
+        scaled = to_front(call, (new.to(torch.float32) / per_head).transpose(1, 2))
+        target[row, position] = scaled.to(target.dtype)
     rows = torch.arange(batch + 1, dtype=torch.int32)
     pages = (rows, rows[:-1].to(device), lengths.to(torch.int32))
     return attend(call, pages, k.shape[1], "NHD", (k, v))

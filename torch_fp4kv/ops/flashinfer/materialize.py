@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from . import support
 from .fa2 import attend
-from .paged import on, paged
+from .paged import on, paged, to_front
 
 NAME = "flashinfer-materialize-fp8"
 
@@ -37,14 +37,14 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     queries, size, lengths = call.q.shape[2], view.page_size, view.lengths.cpu()
     counts = (lengths + size - 1) // size
     indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-    num_pages = int(indptr[-1])
+    num_pages, longest = int(indptr[-1]), int(lengths.max())
     with on(device):
         workspace, table = nvfp4_kv_materialize_fp8(
             *view.data,
             *(scales.view(torch.uint8) for scales in view.scales),
-            view.table,
+            view.table_for(longest),
             view.lengths,
-            int(lengths.max()),
+            longest,
             kv_page_indptr=indptr.to(device),
             num_pages=num_pages,
         )
@@ -52,9 +52,10 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     page = table.gather(1, position // size)
     for part, new, scale in ((0, call.k_new, call.k_global), (1, call.v_new, call.v_global)):
         per_head = scale[:, None, None] if scale.ndim else scale
-        rounded = (new.to(torch.float32) / per_head).clamp(-448.0, 448.0).to(workspace.dtype)
+        scaled = to_front(call, (new.to(torch.float32) / per_head).transpose(1, 2))
+        rounded = scaled.clamp(-448.0, 448.0).to(workspace.dtype)
         # Bytes, since indexed assignment does not know E4M3.
-        workspace.view(torch.uint8)[page, part, :, position % size] = rounded.view(torch.uint8).transpose(1, 2)
+        workspace.view(torch.uint8)[page, part, :, position % size] = rounded.view(torch.uint8)
     # FlashInfer's page 0 is a page of zeros; the rows' pages follow, one after the other.
     used = torch.arange(1, num_pages + 1, dtype=torch.int32, device=device)
     pages = (indptr, used, lengths - (counts - 1) * size)

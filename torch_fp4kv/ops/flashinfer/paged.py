@@ -6,6 +6,9 @@ row b's head 0 has token j · size, and the stride from head to head stays T row
 
 FlashInfer takes one number for all heads where we have a global scale per KV head. K's is folded into the query and
 V's into the output, so the kernel sees scales of 1 and computes in units of `code · block_scale`.
+
+FlashInfer puts a row's L queries on its last L tokens, so no row may have fewer. One that has is handed over as having
+L, the queries that have a token before the others: each then sees what it should, and no token that is not there.
 """
 
 from __future__ import annotations
@@ -30,9 +33,8 @@ class Paged:
     Attributes:
         data: K and V, uint8 `[P, H, T, D/2]`.
         scales: of both, float8_e4m3fn `[P, H, T, D/16]`.
-        table: int32 `[B, max_pages]`; every entry names a page that exists.
-        lengths: int32 `[B]`, at least the number of new tokens: a kernel must see something. `unfold_output` puts 0
-            where there was nothing.
+        table: int32 `[B, max_pages]`, contiguous; every entry names a page that exists.
+        lengths: int32 `[B]`, at least the number of new tokens. `unfold_output` puts 0 where there was nothing.
         page_size: T.
     """
 
@@ -45,6 +47,11 @@ class Paged:
     @property
     def max_length(self) -> int:
         return self.table.shape[1] * self.page_size
+
+    def table_for(self, length: int) -> Tensor:
+        """The table, with columns for `length` tokens a row."""
+        missing = -(-length // self.page_size) - self.table.shape[1]
+        return torch.nn.functional.pad(self.table, (0, missing)) if missing > 0 else self.table
 
 
 def paged(call: AttentionCall) -> Paged:
@@ -65,12 +72,11 @@ def paged(call: AttentionCall) -> Paged:
         first = torch.arange(batch, dtype=torch.int32, device=call.q.device)[:, None] * (heads * a_row)
         table = first + torch.arange(a_row, dtype=torch.int32, device=call.q.device)
         parts = [_cut(part, size) for part in parts]
-        # A row that has gone round shows all its slots, in any order: one query without a window sees them alike.
-        last = tokens
     else:
-        size, last = tokens, call.capacity
-        table = call.block_table.clamp(0, pages - 1)
-    lengths = call.lengths.clamp(min=call.q.shape[2], max=last)
+        size, table = tokens, call.block_table.clamp(0, pages - 1).contiguous()
+    # A row that has gone round shows all its slots, in any order: one query without a window sees them alike. Tokens
+    # that the call brings may be past what its table has room for.
+    lengths = call.lengths.clamp(min=call.q.shape[2], max=call.capacity if call.k_new is None else None)
     k_data, v_data, k_scales, v_scales = parts
     return Paged((k_data, v_data), (k_scales, v_scales), table, lengths, size)
 
@@ -84,20 +90,35 @@ def _cut(x: Tensor, size: int) -> Tensor:
 
 
 def fold_query(call: AttentionCall) -> Tensor:
-    """float32 `[B, L, Hq, D]`: what meets stored keys, times K's global scale of each head."""
-    q = call.transform.query(call.q).transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-    return q * _per_query_head(call, call.k_global)
+    """float32 `[B, L, Hq, D]`, contiguous: what meets stored keys, times K's global scale of each head."""
+    q = to_front(call, call.transform.query(call.q).transpose(1, 2))
+    return q.to(torch.float32).contiguous() * _per_query_head(call, call.k_global)
+
+
+def to_front(call: AttentionCall, x: Tensor) -> Tensor:
+    """`x` `[B, L, ·, ·]`, an entry a query: those that have a token moved before the others of their row."""
+    return _turned(call, x, 1)
+
+
+def _turned(call: AttentionCall, x: Tensor, direction: int) -> Tensor:
+    rows, queries = x.shape[:2]
+    if queries == 1:
+        return x
+    without_token = (queries - call.lengths).clamp(0, queries)
+    index = (torch.arange(queries, device=x.device) + direction * without_token[:, None]) % queries
+    return x[torch.arange(rows, device=x.device)[:, None], index]
 
 
 def unfold_output(call: AttentionCall, out: Tensor) -> Tensor:
     """`[B, Hq, L, D]` in the result's dtype of a kernel's `out` `[B · L, Hq, D]`: times V's global scale of each head,
     plus its bias, and 0 for a query that sees no token."""
     batch, heads, queries, d = call.q.shape
-    result = out.view(batch, queries, heads, d).to(torch.float32) * _per_query_head(call, call.v_global)
+    result = _turned(call, out.view(batch, queries, heads, d), -1)
+    result = result.to(torch.float32) * _per_query_head(call, call.v_global)
     if call.v_bias is not None:
         result = result + call.v_bias.repeat_interleave(call.group, 0)
     result = torch.where(_sees_a_token(call)[:, :, None, None], result, 0.0)
-    return result.transpose(1, 2).to(call.result_dtype, memory_format=torch.contiguous_format)
+    return result.transpose(1, 2).to(call.result_dtype).contiguous()
 
 
 def unfold_lse(call: AttentionCall, lse: Tensor) -> Tensor:
@@ -105,7 +126,7 @@ def unfold_lse(call: AttentionCall, lse: Tensor) -> Tensor:
     the sink's logit, or -inf, for a query that sees no token."""
     batch, heads, queries, _ = call.q.shape
     nothing = float("-inf") if call.sink_logits is None else call.sink_logits.to(torch.float32)[:, None]
-    result = lse.view(batch, queries, heads).transpose(1, 2)
+    result = _turned(call, lse.view(batch, queries, heads), -1).transpose(1, 2)
     bias = call.transform.query_bias(call.q)
     if bias is not None:
         result = result + bias * call.softmax_scale

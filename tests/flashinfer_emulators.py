@@ -266,6 +266,9 @@ def xqa_decode(a: dict[str, Any]) -> Tensor:
     k, v, k_scales, v_scales = _kv(a, "kv_cache", "kv_cache_sf")
     for data, row in ((k, d // 2), (k_scales, d // 16)):
         assert all(stride % row == 0 for stride in data.stride()[:3])
+    # A token's scales come in words of 4, and those past the last whole one do not.
+    whole = torch.arange(d // 16) < d // 64 * 4
+    k_scales, v_scales = (x.float() * whole for x in (k_scales, v_scales))
     kv_scale = a["bmm2_scale"] * a["o_scale"]
     q_scale = a["bmm1_scale"] / kv_scale * d**0.5
     result, _ = attend(

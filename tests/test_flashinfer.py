@@ -123,6 +123,14 @@ def test_a_prefill_s_own_tokens_need_no_room_in_its_block_table(package: None, n
     assert error(out, call) < BOUNDS[name]
 
 
+def test_xqa_serves_head_sizes_of_whole_words_of_scales(package: None) -> None:
+    for head_dim in support.KERNELS["flashinfer-xqa"].head_sizes:
+        call = make(head_dim=head_dim)
+        assert error(emulated("flashinfer-xqa", call)[0], call) < BOUNDS["flashinfer-xqa"]
+    call = make(head_dim=96)
+    assert error(emulated("flashinfer-xqa", call)[0], call) > 2 * BOUNDS["flashinfer-xqa"]
+
+
 def swapped(call: AttentionCall) -> AttentionCall:
     return replace(call, k_global=call.v_global, v_global=call.k_global)
 
@@ -494,6 +502,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "soft-cap on trtllm-gen": ("flashinfer-trtllm-gen", {"softcap": 30.0}, "has no soft-cap"),
     "head size": ("flashinfer-trtllm-gen", {"head_dim": 192}, "one head size among (64, 128, 256), got 192"),
     "head size on FA2": ("flashinfer-fa2", {"head_dim": 64}, "one head size among (128, 256), got 64"),
+    "head size on XQA": ("flashinfer-xqa", {"head_dim": 96}, "one head size among (64, 128, 192, 256), got 96"),
     "page size": ("flashinfer-trtllm-gen", {"page_size": 96}, "the page size must be among (16, 32, 64), got 96"),
     "page size on XQA": ("flashinfer-xqa", {"page_size": 48}, "the page size must be among (16, 32, 64, 128), got 48"),
     "static cache": ("flashinfer-trtllm-gen", {"page_size": None}, "takes pages behind a block table only"),

@@ -237,7 +237,7 @@ def calibrated(layers=2, dim=64):
         )
         for _ in range(layers)
     ]
-    return get_recipe("nvfp4-max", calibration=known)
+    return get_recipe("nvfp4-max", calibration=known, exact_window=64)
 
 
 CODES_LEFT_OUT = {

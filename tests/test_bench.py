@@ -48,12 +48,14 @@ def test_an_unknown_cache_is_refused_before_anything_runs(capsys):
 
 
 def test_logits_count_up_to_the_first_other_token():
-    expected = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[2.0, 1.0], [1.0, 2.0]]], dtype=torch.float64)
+    logits = torch.tensor([[[3.0, 3.0], [0.0, 4.0]], [[2.0, 1.0], [1.0, 2.0]]], dtype=torch.float64)
+    expected = bench.Checked(logits, torch.tensor([[0, 1], [0, 1]]))
     assert bench.logits_error(expected, expected) == 0
-    logits = expected.clone()
-    logits[0, 0] = torch.tensor([0.0, 3.0])  # chooses another token, and goes on from there
-    logits[1, 0] = 100.0
-    assert bench.logits_error(logits, expected) == pytest.approx((18 / (9 + 16 + 5)) ** 0.5)
+    # Row 0 took the other of two equal logits, and went on from there.
+    found = bench.Checked(logits.clone(), torch.tensor([[1, 1], [0, 1]]))
+    found.logits[0, 0, 0] = 0.0
+    found.logits[1, 0] = 100.0
+    assert bench.logits_error(found, expected) == pytest.approx((9 / (9 + 9 + 16 + 5)) ** 0.5)
 
 
 def test_a_cache_with_other_logits_is_not_timed(monkeypatch, tmp_path):

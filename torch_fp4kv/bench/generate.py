@@ -52,6 +52,15 @@ class Row:
     failed: str = ""
 
 
+@dataclass
+class Checked:
+    """The first new tokens `[steps, B]`, and float64 logits `[steps, B, V]` that each was chosen from. Their `argmax`
+    is not always the token: a GPU may choose another of equal logits."""
+
+    logits: Tensor
+    tokens: Tensor
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a model directory; default: random weights of --shape")
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
@@ -85,10 +94,10 @@ def run(args: argparse.Namespace) -> int:
     constants = {"model": args.model or args.shape, "layers": str(model.config.num_hidden_layers), **environment()}
     try:
         for batch, prompt in zip(args.batch, args.prompt, strict=True):
-            expected: Tensor | None = None
+            expected: Checked | None = None
             for name in args.caches:
-                row, logits = _measure(model, name, args.attention, batch, prompt, args.new_tokens, expected)
-                expected = logits if expected is None else expected
+                row, checked = _measure(model, name, args.attention, batch, prompt, args.new_tokens, expected)
+                expected = checked if expected is None else expected
                 if args.largest_batch and not row.failed:
                     row.largest_batch = _largest_batch(model, name, batch, prompt)
                 rows.append(row)
@@ -145,8 +154,8 @@ def _make_cache(model: Any, name: str, length: int) -> Any:
 
 
 def _measure(
-    model: Any, name: str, attention: str, batch: int, prompt: int, new_tokens: int, expected: Tensor | None
-) -> tuple[Row, Tensor | None]:
+    model: Any, name: str, attention: str, batch: int, prompt: int, new_tokens: int, expected: Checked | None
+) -> tuple[Row, Checked | None]:
     from .. import NVFP4Cache, register_attention
 
     register_attention()
@@ -164,9 +173,10 @@ def _measure(
         ids = prompt_ids(model, batch, prompt)
         cache = _make_cache(model, name, length)
         start = time.perf_counter()
-        logits = _generate(model, ids, cache, CHECKED_TOKENS, None)
+        out = _generate(model, ids, cache, CHECKED_TOKENS, None, return_dict_in_generate=True, output_logits=True)
+        checked = Checked(torch.stack(out.logits).double().cpu(), out.sequences[:, prompt:].T.cpu())
         row.warm_up_s = time.perf_counter() - start
-        row.logits_error = logits_error(logits, logits if expected is None else expected)
+        row.logits_error = logits_error(checked, checked if expected is None else expected)
         if not row.logits_error <= LARGEST_ERROR:
             raise ValueError(f"its logits are {row.logits_error:.3g} away from the first cache's: not timed")
         if ours or name == "static":
@@ -189,7 +199,7 @@ def _measure(
             row.cache_bytes = _nbytes(cache)
         if on_gpu:
             row.peak_bytes = torch.cuda.max_memory_allocated()
-        return row, logits
+        return row, checked
     except Exception as error:
         row.failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return row, None
@@ -198,11 +208,11 @@ def _measure(
         _collect()
 
 
-def logits_error(logits: Tensor, expected: Tensor) -> float:
-    """Relative error of greedy `logits` `[steps, B, V]`; of each row up to its first step that chose another token."""
-    same = (logits.argmax(-1) == expected.argmax(-1)).cumprod(0).bool()
+def logits_error(found: Checked, expected: Checked) -> float:
+    """Relative error of logits; of each row up to the first step that chose another token."""
+    same = (found.tokens == expected.tokens).cumprod(0).bool()
     counted = torch.cat([torch.ones_like(same[:1]), same[:-1]])
-    return float((logits - expected)[counted].norm() / expected[counted].norm())
+    return float((found.logits - expected.logits)[counted].norm() / expected.logits[counted].norm())
 
 
 def _largest_batch(model: Any, name: str, batch: int, prompt: int) -> int:
@@ -233,8 +243,8 @@ def _largest_batch(model: Any, name: str, batch: int, prompt: int) -> int:
     return low
 
 
-def _generate(model: Any, ids: Tensor, cache: Any, new_tokens: int, streamer: Any, **options: Any) -> Tensor:
-    out = model.generate(
+def _generate(model: Any, ids: Tensor, cache: Any, new_tokens: int, streamer: Any, **options: Any) -> Any:
+    return model.generate(
         ids,
         past_key_values=cache,
         attention_mask=torch.ones_like(ids),
@@ -243,11 +253,8 @@ def _generate(model: Any, ids: Tensor, cache: Any, new_tokens: int, streamer: An
         do_sample=False,
         pad_token_id=0,
         streamer=streamer,
-        return_dict_in_generate=True,
-        output_logits=streamer is None,
         **options,
     )
-    return torch.stack(out.logits).double().cpu() if streamer is None else out.sequences
 
 
 def _nbytes(cache: Any) -> int:

@@ -342,6 +342,16 @@ def test_trtllm_gen_gets_one_power_of_two_for_the_query_and_none_for_the_output(
     assert arguments["kv_cache_sf"][1].data_ptr() == call.v_scales.data_ptr()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_leaves_the_others_as_they_are(package: None, value: float) -> None:
+    call = make("4token")
+    broken = replace(call, q=call.q.clone())
+    broken.q[1, 2, 0, 7] = value
+    want, have = (emulated("flashinfer-trtllm-gen", c)[0] for c in (call, broken))
+    assert torch.equal(have[::2], want[::2])
+    assert bool(have[1, 2].isnan().all())
+
+
 @pytest.mark.parametrize("name", [*BOUNDS][:3])
 def test_window_and_sinks_are_handed_over(package: None, name: str) -> None:
     call = make(LAYOUT[name], window=9, sink_logits=SINKS.bfloat16())

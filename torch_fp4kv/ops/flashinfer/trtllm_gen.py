@@ -56,7 +56,9 @@ def run(call: AttentionCall) -> tuple[Tensor, None]:
 
 def _to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """`x` in float8_e4m3fn and the power of two (float32 `[1]`) that it was divided by: amax/448 or just above, found
-    on the device. A power of two rounds the elements of a row alike whatever the other rows hold."""
-    _, exponent = torch.frexp(x.abs().amax() / 448.0)
+    on the device. A power of two rounds the elements of a row alike whatever the other rows hold; infinity, which a
+    conversion may saturate, becomes NaN, and that counts for nothing in amax."""
+    x = x.nan_to_num(math.nan, math.nan, math.nan)
+    _, exponent = torch.frexp(x.nan_to_num(0.0).abs().amax() / 448.0)
     scale = torch.ldexp(x.new_ones(1), exponent)
     return (x / scale).to(torch.float8_e4m3fn), scale

@@ -661,10 +661,13 @@ def test_a_model_prefills_over_history_by_it(package: None, name: str, monkeypat
 
 
 def test_doctor_notes_what_flashinfer_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(support.FAST_MATH_OFF, raising=False)
+    for variable in (support.FAST_MATH_OFF, support.FAST_MATH_OFF_CUDA):
+        monkeypatch.delenv(variable, raising=False)
     with gpu((10, 0)):
         fast_math, pools, windows, by_name = doctor._flashinfer_notes([CUDA])
-    assert "use fast math" in fast_math
+        assert "use fast math" in fast_math
+        monkeypatch.setenv(support.FAST_MATH_OFF_CUDA, "1")
+        assert "exact math with backend='cuda' (TRTLLM_" in doctor._flashinfer_notes([CUDA])[0]
     assert "v_scale_layout='4token'" in pools
     assert "exact window (the default recipe)" in windows
     assert by_name.endswith("goes by name to flashinfer-prims-ts or flashinfer-fa2 too")
@@ -898,6 +901,9 @@ def test_the_package_is_what_this_was_written_for(package: None) -> None:
 
 
 def test_fast_math_s_variable_is_one_that_the_package_reads(package: None) -> None:
+    import flashinfer
     import flashinfer.quantization.fp4_quantization as module
 
     assert support.FAST_MATH_OFF in inspect.getsource(module)
+    source = Path(flashinfer.__file__).parent / "data" / "csrc" / "nv_internal" / "cpp" / "common" / "envUtils.cpp"
+    assert all(f'getBoolEnv("{x}")' in source.read_text() for x in (support.FAST_MATH_OFF, support.FAST_MATH_OFF_CUDA))

@@ -234,8 +234,11 @@ def _notes(versions: dict[str, str | None]) -> list[str]:
 def _flashinfer_notes(devices: list[torch.device]) -> list[str]:
     if flashinfer.version() is None:
         return []
-    exact = os.environ.get(flashinfer.FAST_MATH_OFF) == "1"
-    how = f"exact math ({flashinfer.FAST_MATH_OFF}=1)" if exact else "fast math (torch_fp4kv.exact_math() ends that)"
+    how = "fast math (torch_fp4kv.exact_math() ends that)"
+    if os.environ.get(flashinfer.FAST_MATH_OFF) == "1":
+        how = f"exact math ({flashinfer.FAST_MATH_OFF}=1)"
+    elif os.environ.get(flashinfer.FAST_MATH_OFF_CUDA) == "1":
+        how = f"exact math with backend='cuda' ({flashinfer.FAST_MATH_OFF_CUDA}=1), fast math with 'cute-dsl'"
     notes = [f"FlashInfer's quantisers, used by name only, use {how}"]
     for device in devices:
         name = backends.explain_device("attention", device).name

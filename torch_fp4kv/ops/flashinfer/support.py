@@ -22,6 +22,8 @@ from ..call import AppendCall, AttentionCall
 MINIMUM = (0, 7, 4)
 ANY = 1 << 30
 FAST_MATH_OFF = "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH"
+FAST_MATH_OFF_CUDA = "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH"
+"""An older name, which FlashInfer's CUDA kernels read too."""
 
 _SM8X_SM90 = ((8, 0), (8, 6), (8, 9), (9, 0))
 _FA2 = (*_SM8X_SM90, (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))

@@ -30,6 +30,7 @@ from flashinfer_cases import (
     combinations,
     error,
     exact_combinations,
+    in_e4m3,
     make,
     make_exact,
 )
@@ -103,6 +104,15 @@ def test_what_a_kernel_is_handed_gives_the_reference_s_numbers(
     lengths = options.get("lengths", ())
     if 0 in lengths:
         assert not out[lengths.index(0)].any()
+
+
+@pytest.mark.parametrize("scale", [None, 0.2])
+@pytest.mark.parametrize("options", {**CASES, **PAGED_MULTI}.values(), ids=[*CASES, *PAGED_MULTI])
+def test_trtllm_gen_is_as_far_off_as_e4m3_alone(package: None, options: dict[str, Any], scale: float | None) -> None:
+    """However large scores are: beside operands rounded likewise, roundings of weights and output are what is left."""
+    call = make("4token", **{**options, **({} if scale is None else {"scale": scale})})
+    out, _ = emulated("flashinfer-trtllm-gen", call)
+    assert error(out, in_e4m3(call)) < 0.6 * BOUNDS["flashinfer-trtllm-gen"]
 
 
 @pytest.mark.parametrize("name", BOUNDS)

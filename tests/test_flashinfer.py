@@ -532,6 +532,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "capacity on FA2": ("flashinfer-fa2", {"page_size": None, "capacity": 40, "lengths": (5, 9, 40)}, "multiple of 16"),
     "queries": ("flashinfer-xqa", {"queries": 2}, "at most 1 new tokens a row, got 2"),
     "group": ("flashinfer-xqa", {"heads": 48}, "at most 16 query heads a KV head, got 24"),
+    "group on trtllm-gen": ("flashinfer-trtllm-gen", {"heads": 48}, "at most 16 query heads a KV head, got 24"),
+    "group on prims-ts": ("flashinfer-prims-ts", {"heads": 258}, "at most 128 query heads a KV head, got 129"),
     "not causal": ("flashinfer-fa2", {"queries": 2, "causal": False}, "several new tokens are causal"),
     "mask": ("flashinfer-xqa", {"mask": torch.ones(1, 1, 1, 96, dtype=torch.bool)}, "takes no mask"),
     "left padding": ("flashinfer-xqa", {"starts": torch.zeros(3, dtype=torch.int32)}, "takes no starts"),

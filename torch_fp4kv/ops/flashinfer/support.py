@@ -78,6 +78,8 @@ KERNELS = {
         v_scale_layout="4token",
         dtypes=(torch.bfloat16, torch.float16),
         max_queries=16,
+        # A block takes 16 query heads, in a larger group those of two KV heads where 16 does not divide it.
+        max_group=16,
         needs_table=True,
         error=2.0**-4,
     ),
@@ -87,6 +89,7 @@ KERNELS = {
         page_sizes=(4, 8, 16, 32, 64, 128),
         v_scale_layout="4token",
         max_queries=16,
+        max_group=128,
         needs_table=True,
         lse=True,
         package="cutlass",

@@ -73,7 +73,7 @@ def driver() -> Iterator[None]:
     from torch._inductor import config
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.fx_passes import joint_graph
-    from torch._inductor.runtime import hints
+    from torch._inductor.runtime import hints, triton_helpers
     from torch._subclasses import FakeTensor, fake_tensor
     from torch._subclasses.functional_tensor import FunctionalTensor
     from triton.backends.compiler import GPUTarget
@@ -162,6 +162,8 @@ def driver() -> Iterator[None]:
         mock.patch.object(joint_graph, "lazy_init", lambda *_a, **_k: None),
         mock.patch.object(hints.DeviceProperties, "create", classmethod(lambda *_a: properties)),
         mock.patch.object(PyCodeCache, "write", staticmethod(stop)),
+        # It would load the driver of a GPU.
+        mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
         config.patch(force_disable_caches=True, compile_threads=1, joint_graph_constant_folding=False),
     ]
     _forget_triton()

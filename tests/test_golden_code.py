@@ -9,9 +9,8 @@ import importlib.util
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import calls
-import offline
 import pytest
 import torch
 from compiled import Generated, generated
@@ -23,7 +22,9 @@ from decode_step import (
     F32,
     HEADS,
     I64,
+    RING,
     STORAGE,
+    TOKENS,
     U8,
     append_step,
     attention_arguments,
@@ -39,10 +40,6 @@ import torch_fp4kv as fp4
 from torch_fp4kv import _compat
 
 pytest.importorskip("triton")
-from test_fallback_interpret import sixteen_bits
-
-from torch_fp4kv.ops.kernels import fallback
-
 assert_expected_inline = pytest.importorskip("expecttest").assert_expected_inline
 
 
@@ -116,30 +113,52 @@ call torch.ops.fp4kv.attention.default
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"k_rotation": 64}], ids=["plain", "rotated"])
-def test_a_packaged_program_holds_the_portable_kernel(options: dict[str, int], monkeypatch, tmp_path: Path) -> None:
-    def attention(kw: Tensor, ks: Tensor, vw: Tensor, vs: Tensor, q: Tensor, scale: Tensor, lengths: Tensor) -> Tensor:
-        return fp4.attention(q, kw, ks, vw, vs, scale, scale, lengths, **options)
+@pytest.mark.parametrize(
+    ("options", "dtype", "ring"),
+    [
+        ({}, BF16, False),
+        ({"k_rotation": 64, "softcap": 3.0}, BF16, False),
+        *[
+            ({"k_format": form, "v_format": form}, dtype, True)
+            for form in ("nvfp4", "fp8", "block-fp4", "exact")
+            for dtype in (F32, torch.float16, BF16)
+        ],
+    ],
+    ids=str,
+)
+def test_a_packaged_program_holds_the_portable_kernel(
+    options: dict[str, Any], dtype: torch.dtype, ring: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    form = options.get("k_format", "nvfp4")
+    with_scales = form in ("nvfp4", "block-fp4")
+
+    def attention(q: Tensor, data: Tensor, scales: Tensor, scale: Tensor, lengths: Tensor, *exact: Tensor) -> Tensor:
+        block_scales = scales if with_scales else None
+        copies = dict(zip(("k_exact", "v_exact", "exact_from"), exact))
+        storage = (data, block_scales) * 2
+        return fp4.attention(q, *storage, scale, scale, lengths, **options, **copies)
 
     monkeypatch.setattr(_compat, "compiles_ahead_of_time", lambda: True)
-    rest = (((BATCH, 4 * HEADS, 1, DIM), BF16), step_arguments(1)[-1], ((BATCH,), torch.int32))
-    text = cuda_code(attention, *step_arguments(1)[:4], *rest)
+    elements = DIM // 16 if with_scales else DIM
+    data = (BATCH, HEADS, TOKENS, elements), {"fp8": U8, "exact": dtype}.get(form, I64)
+    per_row = ((BATCH,), torch.int32)
+    exact = [((BATCH, HEADS, RING, DIM), dtype)] * 2 + [per_row] if ring else []
+    text = cuda_code(attention, ((BATCH, 4 * HEADS, 1, DIM), dtype), data, STORAGE[1], ((HEADS,), F32), per_row, *exact)
     assert "torch.ops.fp4kv" not in Generated(text).calls
     for name in ("attention_kernel", "merge_kernel"):
         source = re.search(rf"triton\('{name}', \'\'\'(.*?)\'\'\', device_str", text, re.DOTALL)
         assert source is not None
-        # What is not in the source, such as a function of ours, would be missing here.
         file = tmp_path / f"{name}.py"
         file.write_text(source[1])
         spec = importlib.util.spec_from_file_location(name, file)
         module = importlib.util.module_from_spec(spec)
         with driver():
+            # As Inductor compiles it: what is not in the source, such as a function of ours, would be missing, and
+            # numbers have the types that Inductor gives them.
             spec.loader.exec_module(module)
-        monkeypatch.setattr(fallback, name, getattr(module, name).fn)
-    call = calls.make(capacity=512, head_dim=DIM, dtype=torch.bfloat16)
-    with offline.launches(90) as kernels, sixteen_bits(90):
-        fallback.run(call)
-    assert [kernel.name for kernel in kernels] == ["attention_kernel", "merge_kernel"]
+            kernel = getattr(module, name)
+            kernel.precompile(warm_cache_only=True)
+        assert len(kernel.compile_results) == 1
 
 
 LAUNCHES = {"append": 1, "attention": 2}

@@ -437,6 +437,9 @@ def attention_kernel(
     Writes `out` and `lse`, or with PARTIAL the float32 parts `[num_splits, B, Hq, L, Dv]` and `[num_splits, B, Hq, L]`
     (log-sum-exp in base 2, sink not in) for `merge_kernel`; of a query that sees nothing of a split the second alone.
     """
+    # Triton passes Python's floats as float32, a program of Inductor as float64, in which all products would be.
+    scale = tl.cast(scale, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
     b = (tl.program_id(1) // HEADS).to(tl.int64)
     head = (tl.program_id(1) % HEADS).to(tl.int64)
     split = tl.program_id(2)

@@ -211,5 +211,6 @@ def combinations() -> Iterator[Any]:
             cases = {case: {**x, "scale": 0.07} if "k_factors" in x else x for case, x in cases.items()}
         if support.KERNELS[name].softcap:
             cases["soft-cap"] = {"softcap": 1.5}
+            cases["soft-cap, bias of V"] = {"softcap": 1.5, "v_bias": V_BIAS}
         for case, options in cases.items():
             yield pytest.param(name, options, id=f"{name.removeprefix('flashinfer-')}-{case}")

@@ -239,11 +239,12 @@ def _form_unsupported(kernel: Kernel, call: AttentionCall) -> str | None:
         return "gives no log-sum-exp"
     if call.softmax_scale <= 0:
         return f"the softmax scale must be positive, got {call.softmax_scale}"
-    biased = call.k_bias is not None or call.v_bias is not None
     # Beside exact copies the sink joins them, and the bias the kernel's log-sum-exp.
     sink_in_kernel = call.sink_logits is not None and call.k_exact is None
-    if biased and (sink_in_kernel or call.softcap > 0):
-        return "with a bias, a constant in every score must not matter, as it does under a sink or a soft-cap"
+    if call.k_bias is not None and (sink_in_kernel or call.softcap > 0):
+        return "with a bias of K, a constant in every score must not matter, as it does under a sink or a soft-cap"
+    if call.v_bias is not None and sink_in_kernel:
+        return "with a bias of V, weights must sum to 1, as they do not under a sink"
     return None
 
 

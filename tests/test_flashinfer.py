@@ -397,7 +397,7 @@ class NoSync(TorchDispatchMode):
 @pytest.mark.parametrize("name", [*BOUNDS][:3])
 def test_the_host_waits_for_nothing(package: None, name: str) -> None:
     module = backends.attention_module(name)
-    call = make(LAYOUT[name])
+    call = make(LAYOUT[name], queries=min(3, support.KERNELS[name].max_queries))
     kept = {"flashinfer-trtllm-gen": "trtllm_decode", "flashinfer-prims-ts": "prims_ts_decode"}
     with (
         mock.patch.object(emulators, kept.get(name, "xqa_decode"), lambda a: a["out"].zero_()),

@@ -167,6 +167,12 @@ def strided_v(call: AttentionCall) -> AttentionCall:
     return replace(call, v_data=padded.copy_(call.v_data))
 
 
+def unaligned_v(call: AttentionCall) -> AttentionCall:
+    """V one word behind the start of its memory."""
+    data = torch.empty(call.v_data.numel() + 1, dtype=torch.int64)[1:].view(call.v_data.shape)
+    return replace(call, v_data=data.copy_(call.v_data))
+
+
 MUTATIONS: dict[str, tuple[Callable[[AttentionCall], AttentionCall], tuple[str, ...]]] = {
     "global scales of K and V swapped": (swapped, tuple(BOUNDS)),
     "global scales of the heads mixed": (heads_mixed, tuple(BOUNDS)),
@@ -581,6 +587,7 @@ def test_storage_that_a_kernel_reads_otherwise_is_refused(name: str) -> None:
     for changed, reason in (
         (replace(call, v_scale_layout=other), f"reads V's scales as {LAYOUT[name]!r}"),
         (strided_v(call), "the same strides"),
+        (unaligned_v(call), "aligned to 16 bytes"),
         (replace(call, q=call.q.float()), "the query must be torch.bfloat16"),
         (replace(call, k_format="fp8"), "K and V must be nvfp4, got fp8"),
         (replace(call, v_data=call.v_data[..., :4], v_scales=call.v_scales[..., :4]), "one head size"),

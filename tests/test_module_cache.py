@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_fp4kv import NVFP4KVCache
+from torch_fp4kv import LayerCalibration, NVFP4KVCache, get_recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 gpt = pytest.importorskip("gpt", reason="the examples are in the checkout, not in the package")
@@ -165,3 +165,15 @@ def test_the_calls_of_litgpt_and_torchtune():
     for refused in (lambda: keys.unsqueeze(1), lambda: keys.flatten(1, 2), lambda: keys.repeat_interleave(2, dim=2)):
         with pytest.raises(TypeError, match="not supported"):
             refused()
+
+
+def test_a_recipe_for_several_layers_is_refused():
+    known = [LayerCalibration(k_bias=[[float(layer)] * 16] * 2) for layer in (1, 2)]
+    recipe = get_recipe("nvfp4-plain", k_bias="calibrated", calibration=known, layers={1: {"v_format": "fp8"}})
+    for changes in ({"layers": {}}, {"calibration": ()}):
+        with pytest.raises(ValueError, match=r"pass recipe.for_layer\(index\)"):
+            NVFP4KVCache(1, 64, 2, 16, recipe=recipe, **changes)
+    storage = NVFP4KVCache(1, 64, 2, 16, recipe=recipe.for_layer(1)).storage
+    assert storage.recipe.v_format == "fp8" and bool((storage.k_bias == 2).all())
+    with pytest.raises(ValueError, match="needs a calibrated k_bias"):
+        NVFP4KVCache(1, 64, 2, 16, recipe="nvfp4-max")

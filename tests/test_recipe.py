@@ -58,6 +58,9 @@ def test_names_that_are_none(name, error, message):
         ({"layers": {0: {"layers": ()}}}, TypeError, "cannot set 'layers'"),
         ({"layers": {0: {"v_format": "int8"}}}, ValueError, "v_format"),
         ({"layers": [(0, "bf16"), (0, "fp8")]}, ValueError, "two rules for 0"),
+        ({"layers": {0: Recipe(calibration=[LayerCalibration(k_scale=1.0)])}}, ValueError, "calibration of its own"),
+        ({"rotate_k": "no"}, ValueError, "rotate_k must be True or False"),
+        ({"calibration": [{"k_scale": [1.0]}]}, TypeError, "a LayerCalibration for each layer"),
     ],
 )
 def test_changes_that_are_wrong(changes, error, message):
@@ -95,9 +98,19 @@ def test_json_keeps_everything(tmp_path):
     assert loaded.for_layer(0).calibration == (calibration(),)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"torch_fp4kv_recipe": 2}', "nothing"])
-def test_json_that_is_no_recipe(text):
-    with pytest.raises(ValueError, match=r"recipe|Expecting"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "not a recipe"),
+        ("[]", "not a recipe"),
+        ('{"torch_fp4kv_recipe": 2}', "not a recipe"),
+        ("nothing", "Expecting"),
+        ('{"torch_fp4kv_recipe": 1, "layers": [{"layer": 0}, {"layer": 0}]}', "two rules for 0"),
+        ('{"torch_fp4kv_recipe": 1, "layers": [{"k_format": "fp8"}]}', "does not name its layer"),
+    ],
+)
+def test_json_that_is_no_recipe(text, message):
+    with pytest.raises(ValueError, match=message):
         Recipe.from_json(text)
 
 
@@ -112,6 +125,8 @@ def test_json_with_an_unknown_field():
         ({"k_factors": [[1.0, 0.0]]}, "k_factors must be positive"),
         ({"k_scale": [float("inf")]}, "k_scale must be positive"),
         ({"k_bias": [[1.0], [1.0, 2.0]]}, "rows of"),
+        ({"k_bias": [[1.0, float("nan")]]}, "k_bias must be finite, got nan"),
+        ({"v_bias": [[-float("inf")]]}, "v_bias must be finite, got -inf"),
         ({"k_order": [[0, 1, 1]]}, "each channel of a head once"),
     ],
 )
@@ -164,6 +179,17 @@ def test_calibrated_numbers_reach_storage():
         assert float((got - exact).norm() / exact.norm()) < 0.13
 
 
+def test_a_layer_kept_exact_is_exact():
+    """Shifted or rotated, and rounded to the model's dtype again, it was not."""
+    torch.manual_seed(0)
+    k, v = (torch.randn(1, HEADS, 40, DIM) * 9 + 5).bfloat16(), torch.randn(1, HEADS, 40, DIM).bfloat16()
+    known = dataclasses.replace(calibration(), v_bias=[[0.3] * DIM] * HEADS)
+    rule = {0: {"k_format": "exact", "v_format": "exact", "exact_window": 0, "num_sink_tokens": 0}}
+    storage, _ = stored(get_recipe("nvfp4-max", layers=rule, calibration=[known]).for_layer(0), k, v)
+    assert torch.equal(storage.k_data, k) and torch.equal(storage.v_data, v)
+    assert get_recipe("nvfp4-max", layers=rule).for_layer(0).calibration == ()
+
+
 def test_a_short_prompt_is_neither_shifted_nor_rotated():
     torch.manual_seed(0)
     k = torch.randn(1, HEADS, 40, DIM) + 5
@@ -171,6 +197,24 @@ def test_a_short_prompt_is_neither_shifted_nor_rotated():
         storage, _ = stored(get_recipe("nvfp4"), k[:, :, :tokens], k[:, :, :tokens].clone())
         assert bool((storage.k_bias != 0).all()) == moved
         assert storage.k_rotation == (largest_block(DIM) if moved else 0)
+
+
+@pytest.mark.parametrize(("padding", "enough"), [([61, 61], False), ([56, 60], True), ([40, 63], True)])
+def test_padding_does_not_make_a_prompt_long_enough(padding, enough):
+    """Prompts padded to a multiple: the longest row's own tokens count, less the sinks where enough remain."""
+    torch.manual_seed(0)
+    k = torch.randn(2, HEADS, 64, DIM) + 5
+    storage = LayerStorage(get_recipe("nvfp4"), 64)
+    storage.allocate(k, k.clone())
+    positions = Positions(2, 64, LayerStorage.ring_size(storage.recipe), k.device)
+    positions.set_starts(torch.tensor(padding))
+    positions.advance(64)
+    storage.write(k, k.clone(), positions)
+    assert storage.rotated == enough
+    sinks = 4 if 64 - min(padding) >= 12 else 0
+    rows = [k[b, :, start + sinks :] for b, start in enumerate(padding)]
+    want = torch.cat(rows, 1).mean(1) if enough else torch.zeros(HEADS, DIM)
+    torch.testing.assert_close(storage.k_bias, want)
 
 
 def test_the_bias_leaves_sinks_out():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,11 +52,12 @@ class LayerCalibration:
             object.__setattr__(self, "k_order", tuple(tuple(map(int, row)) for row in self.k_order))
             if any(sorted(row) != list(range(len(row))) for row in self.k_order or ()):
                 raise ValueError("k_order must hold each channel of a head once")
-        for name in ("k_factors", "k_scale", "v_scale"):
-            value = getattr(self, name)
-            numbers = () if value is None else [n for row in value for n in (row if isinstance(row, tuple) else (row,))]
-            if any(not 0 < number < float("inf") for number in numbers):
-                raise ValueError(f"{name} must be positive and finite, got {min(numbers)} … {max(numbers)}")
+        for name in ("k_bias", "v_bias", "k_factors", "k_scale", "v_scale"):
+            for row in getattr(self, name) or ():
+                for number in row if isinstance(row, tuple) else (row,):
+                    if not math.isfinite(number) or (number <= 0 and not name.endswith("bias")):
+                        what = "finite" if name.endswith("bias") else "positive and finite"
+                        raise ValueError(f"{name} must be {what}, got {number}")
 
 
 def _freeze(owner: Any, name: str, ndim: int) -> None:
@@ -116,9 +118,14 @@ class Recipe:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name} must be a number of tokens, 0 or more, got {value!r}")
+        for name in ("rotate_k", "equalize_k", "exact_prefill"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.rotate_k and self.k_bias == "none":
             raise ValueError("rotate_k needs a k_bias: rotating a K with a large mean makes it worse, not better")
         object.__setattr__(self, "calibration", tuple(self.calibration))
+        if any(not isinstance(layer, LayerCalibration) for layer in self.calibration):
+            raise TypeError("calibration must hold a LayerCalibration for each layer")
         object.__setattr__(self, "layers", _rules(self.layers))
         for selector, _ in self.layers:
             self._apply(selector)
@@ -132,6 +139,8 @@ class Recipe:
     def for_layer(self, index: int, kind: str = "full") -> Recipe:
         """The recipe of layer `index` of type `kind`: rules applied, `calibration` that of this layer alone.
 
+        K and V that are "exact" are not shifted, equalised or rotated: rounded again, they would not be exact.
+
         Raises:
             ValueError: the layer needs calibrated numbers that are not there.
         """
@@ -141,6 +150,10 @@ class Recipe:
                 if rule == selector:
                     layer = dataclasses.replace(layer, layers=(), **dict(changes))
         own = self.calibration[index : index + 1]
+        if layer.k_format == "exact":
+            layer = dataclasses.replace(layer, k_bias="none", rotate_k=False, equalize_k=False)
+        if layer.v_format == "exact":
+            own = tuple(dataclasses.replace(numbers, v_bias=None) for numbers in own)
         layer = dataclasses.replace(layer, layers=(), calibration=own)
         found = own[0] if own else LayerCalibration()
         for field, number in (("k_bias", layer.k_bias == "calibrated"), ("k_factors", layer.equalize_k)):
@@ -191,7 +204,9 @@ class Recipe:
         if version != 1:
             raise ValueError(f"not a recipe of this version: 'torch_fp4kv_recipe' must be 1, got {version!r}")
         rules = [dict(rule) for rule in fields.pop("layers", [])]
-        layers = {rule.pop("layer"): rule for rule in rules}
+        if any("layer" not in rule for rule in rules):
+            raise ValueError("a rule in layers does not name its layer")
+        layers = [(rule.pop("layer"), rule) for rule in rules]
         calibration = tuple(LayerCalibration(**layer) for layer in fields.pop("calibration", []))
         return get_recipe(cls(), **fields, layers=layers, calibration=calibration)
 
@@ -218,6 +233,11 @@ def _rules(layers: Any) -> tuple[Rule, ...]:
             raise ValueError(f"layers has two rules for {selector!r}")
         if isinstance(changes, (str, Recipe)):
             other = get_recipe(changes)
+            if other.layers or other.calibration:
+                raise ValueError(
+                    f"the recipe for layer {selector!r} has layers or calibration of its own, which a rule cannot "
+                    "take: give calibration to the whole recipe"
+                )
             changes = {name: getattr(other, name) for name in _LAYER_FIELDS}
         changes = dict(changes)
         for name in changes:

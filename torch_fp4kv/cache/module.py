@@ -29,7 +29,10 @@ class NVFP4KVCache(nn.Module):
         head_dim: head size of K, a multiple of 16.
         dtype: the model's.
         v_head_dim: head size of V; `head_dim` if None.
-        recipe, **overrides: as for `NVFP4Cache`.
+        recipe, **overrides: as for `NVFP4Cache`; of a recipe with layers or calibration take `for_layer(index)`.
+
+    Raises:
+        ValueError: the recipe has rules for layers, or calibrated numbers of several or none that it needs.
     """
 
     def __init__(
@@ -49,6 +52,9 @@ class NVFP4KVCache(nn.Module):
         checks.count(max_batch_size, "max_batch_size")
         checks.count(max_seq_length, "max_seq_length")
         recipe = get_recipe(recipe, **overrides)
+        if recipe.layers or len(recipe.calibration) > 1:
+            raise ValueError("the recipe is for several layers, and this is one: pass recipe.for_layer(index)")
+        recipe = recipe.for_layer(0)
         like = torch.empty((max_batch_size, n_heads, 0, head_dim), dtype=dtype, device=device)
         self.storage = LayerStorage(recipe, whole_tiles(max_seq_length))
         self.storage.allocate(like, like.new_empty((max_batch_size, n_heads, 0, v_head_dim or head_dim)))

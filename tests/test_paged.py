@@ -307,3 +307,11 @@ def test_no_mask_is_made_over_all_positions_of_a_pool(model, monkeypatch):
     with torch.no_grad():
         model(prompt(batch=1, tokens=20, seed=3), past_key_values=pool.row(rows[0][0]))
     assert masks == [None] * (2 * len(pool.layers))
+
+
+def test_a_pool_whose_first_prompt_is_too_short_for_a_bias_says_so(model):
+    model.set_attn_implementation("sdpa")
+    pool = pool_for(model, recipe="nvfp4")
+    with pytest.warns(UserWarning, match="first prompt has 3 tokens, and fewer than 8 give no bias"):
+        prefill(model, pool, prompt(batch=1, tokens=3))
+    assert not pool.layers[0].rotated

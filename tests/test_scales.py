@@ -128,6 +128,22 @@ def test_saturation_is_reported():
         cache.check()
 
 
+def test_a_scale_without_head_room_that_clips_fp8_is_reported():
+    """amax/2688 leaves the room that block scales give; e4m3 has none of them, and clips above a sixth of amax."""
+    k = torch.randn(1, 2, 20, 64, generator=torch.Generator().manual_seed(0))
+    for convention, clips in (("amax/448", False), ("amax/2688", True)):
+        scale = scale_of_amax(1.1 * float(k.abs().max()), convention)
+        known = torch_fp4kv.LayerCalibration(k_scale=[scale], v_scale=[scale])
+        cache = NVFP4Cache(llama().config, 64, "fp8", calibration=[known, known])
+        for layer in (0, 1):
+            cache.update(k, k.clone(), layer)
+        if clips:
+            with pytest.warns(UserWarning, match="blocks of K or V exceeded"):
+                cache.check()
+        else:
+            cache.check()
+
+
 def test_underflow_under_a_given_scale_is_reported():
     model = llama()
     known = torch_fp4kv.LayerCalibration(k_scale=[1.0], v_scale=[1.0])
@@ -186,6 +202,11 @@ def test_an_undeclared_convention_is_named():
         ("config.json", {"quantization_config": {"producer": {"name": "modelopt"}, "quant_algo": "NVFP4"}}, "amax/448"),
         ("config.json", {"quantization_config": {"quant_method": "auto-round"}}, "amax/2688"),
         ("config.json", {"quantization_config": {"quant_method": "compressed-tensors"}}, "amax/6"),
+        (
+            "config.json",
+            {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}},
+            "amax/448",
+        ),
         ("config.json", {"hidden_size": 4}, "amax/448"),
     ],
 )

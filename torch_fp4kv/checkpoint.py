@@ -28,7 +28,12 @@ _PLACED = re.compile(
 )
 _WANTED = re.compile(r"(?:^|\.)(?:k_scale|v_scale|kv_scale|k_bias|v_bias)$|\.[kv]_proj\.output_scale$")
 
-ASSUMED = {"modelopt": "amax/448", "auto-round": "amax/2688", "compressed-tensors": "amax/6"}
+ASSUMED = {
+    "modelopt": "amax/448",
+    "auto-round": "amax/2688",
+    "compressed-tensors": "amax/6",
+    "compressed-tensors, 8 bits": "amax/448",
+}
 """What is assumed of a checkpoint by the tool that says it wrote it, where no convention is declared."""
 
 
@@ -173,7 +178,8 @@ def _tool(path: Path) -> str | None:
         producer = config.get("producer") or {}
         tool = producer.get("name") or config.get("quant_method")
         if tool:
-            return str(tool).lower()
+            eight = (config.get("kv_cache_scheme") or {}).get("num_bits") == 8
+            return str(tool).lower() + (", 8 bits" if eight and tool == "compressed-tensors" else "")
     return None
 
 

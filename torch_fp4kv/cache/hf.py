@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..ops import checks
-from ..ops.format.constants import E4M3_MAX_BITS
+from ..ops.format.constants import BLOCK, E4M3_MAX_BITS
 from ..recipe import LayerCalibration, Recipe, get_recipe
 from . import attention_interface, serialize
 from .handle import KVHandle
@@ -544,11 +544,19 @@ class NVFP4Cache(Cache):
 
 
 def _saturated_blocks(storage: LayerStorage, lengths: Tensor) -> int:
+    """Blocks at the end of their scale's range; of "fp8", which has no block scales, those with such an element."""
     count = 0
-    written = torch.arange(storage.tokens, device=lengths.device) < lengths[:, None]
-    for scales, kind in ((storage.k_scales, storage.recipe.k_format), (storage.v_scales, storage.recipe.v_format)):
+    recipe = storage.recipe
+    written = (torch.arange(storage.tokens, device=lengths.device) < lengths[:, None])[:, None, :, None]
+    for data, scales, kind in (
+        (storage.k_data, storage.k_scales, recipe.k_format),
+        (storage.v_data, storage.v_scales, recipe.v_format),
+    ):
         if scales is not None and kind == "nvfp4":
-            count += int(((scales == E4M3_MAX_BITS) & written[:, None, :, None]).sum())
+            count += int(((scales == E4M3_MAX_BITS) & written).sum())
+        elif kind == "fp8":
+            saturated = (data & 0x7F == E4M3_MAX_BITS).unflatten(-1, (-1, BLOCK)).any(-1)
+            count += int((saturated & written).sum())
     return count
 
 

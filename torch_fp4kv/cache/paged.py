@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from .handle import KVHandle
 from .hf import configured_kv_heads
 from .positions import Positions
 from .shard import Shard
-from .storage import LayerStorage
+from .storage import MIN_BIAS_TOKENS, LayerStorage
 
 
 class PagedPositions(Positions):
@@ -403,6 +404,13 @@ class _PagedLayer(CacheLayerMixin):
             if self.leads:
                 self.positions.advance(num_new)
             if not base.frozen and num_new:
+                if num_new < MIN_BIAS_TOKENS and base.recipe.k_bias == "prompt":
+                    warnings.warn(
+                        f"the pool's first prompt has {num_new} tokens, and fewer than {MIN_BIAS_TOKENS} give no bias: "
+                        "K is neither shifted nor rotated, that of later prompts too; begin with a longer one, or "
+                        "calibrate",
+                        stacklevel=2,
+                    )
                 base.calibrate(key_states.to(base.dtype), value_states.to(base.dtype), self.positions)
                 base.frozen = True
                 storage = base.rows(self.row, empty=storage.empty)

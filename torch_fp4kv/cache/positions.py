@@ -30,6 +30,7 @@ class Positions:
         held_from: oldest position the exact ring holds.
         exact_from: oldest position read from the exact ring: the first of the last new tokens has R exact ones, itself
             counted in, whatever was dropped before. `exact_before` is the same for the ring from before `advance`.
+        shared_padding: first positions that no row sees, known on the host.
         host_length: the longest row, known on the host; kept only where the cache grows.
         block_table: int32 `[B, max_pages]` where rows lie in pages of a pool, else None.
         longest: what `lengths` has been at most; a crop leaves it.
@@ -49,6 +50,7 @@ class Positions:
         self.exact_before = allocate((batch,), torch.int32, device)
         self.longest = allocate((batch,), torch.int32, device)
         self.padded = False
+        self.shared_padding = 0
         self.host_length = 0
         self.calls = 0
         self.overflowed = allocate((batch,), torch.bool, device)
@@ -175,6 +177,7 @@ class Positions:
         for tensor in (self.lengths, self.starts, self.held_from, self.longest, self.overflowed):
             tensor.zero_()
         self.padded = False
+        self.shared_padding = 0
         self.host_length = 0
         self.calls = 0
         self._flag = None
@@ -184,7 +187,9 @@ class Positions:
         """Sets the first visible position of each row (int `[B']`, `B' ≤ B`), before anything is stored."""
         self.starts.zero_()
         self.starts[: starts.shape[0]].copy_(starts)
-        self.padded = bool((starts > 0).any())
+        padding = starts.tolist()
+        self.padded = any(padding)
+        self.shared_padding = min(padding, default=0)
         self._slots.clear()
 
     def mask_is_starts(self, mask: Tensor, num_new: int) -> bool:

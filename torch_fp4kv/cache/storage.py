@@ -32,7 +32,7 @@ MAX_DECODE_TOKENS = 16
 """Up to as many new tokens read their own K and V from the cache; more are a prefill and see each other exactly."""
 
 MIN_BIAS_TOKENS = 8
-"""Fewer first tokens give no bias, and without one K is not rotated."""
+"""Fewer first tokens (of the row with most) give no bias, and without one K is not rotated."""
 
 ROW_TENSORS = ("k_data", "k_scales", "v_data", "v_scales", "k_exact", "v_exact")
 _HEAD_TENSORS = ("k_global", "v_global", "k_bias", "v_bias", "k_factors", "k_order")
@@ -276,10 +276,11 @@ class LayerStorage:
         first = positions.starts[:batch] - (positions.lengths[:batch] - num_new)
         if self.k_bias is not None and self.recipe.k_bias == "prompt":
             # An `if`, since a comparison of a symbolic number is no bool: compiled code is one or the other.
-            if num_new >= MIN_BIAS_TOKENS:
+            visible = num_new - positions.shared_padding
+            if visible >= MIN_BIAS_TOKENS:
                 # The first tokens are unlike the rest, and sinks are kept exact anyway.
                 sinks = self.recipe.num_sink_tokens
-                self.k_bias.copy_(channel_means(k, first + sinks if num_new >= MIN_BIAS_TOKENS + sinks else first))
+                self.k_bias.copy_(channel_means(k, first + sinks if visible >= MIN_BIAS_TOKENS + sinks else first))
                 self.rotated = self.recipe.rotate_k
             else:
                 self.k_bias.zero_()

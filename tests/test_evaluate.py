@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from torch_fp4kv import (
+    LayerCalibration,
     NVFP4Cache,
     Recipe,
     calibrate,
@@ -181,7 +182,10 @@ def test_command(tmp_path, capsys):
     ]
     assert evaluate.run(parser.parse_args(arguments)) == 0
     shown = capsys.readouterr().out
-    assert shown.count("nvfp4-max") == 3 and "full precision: perplexity" in shown and "layer 1: " in shown
+    assert shown.count("nvfp4-max") == 3 and "full precision: perplexity" in shown
+    alone = layer_recipes(model, get_recipe("nvfp4-plain"))
+    costs = fidelity.sensitivity(model, torch.stack([text(2000)[0][240:340], text(2000)[0][360:460]]), alone, 30)
+    assert all(f"layer {index}: {cost:.5f}" in shown for index, cost in enumerate(costs))
     with (tmp_path / "out.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert [(line["task"], line["recipe"]) for line in lines] == [
@@ -200,6 +204,43 @@ def test_command_without_a_model(tmp_path, capsys):
     assert "no field 'colour'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rows", "0"], "--rows must be 1 or more, got 0"),
+        (["--tokens", "1"], "--tokens must be 2 or more, got 1"),
+        (["--prompt-tokens", "0"], "--prompt-tokens must be 1 or more, got 0"),
+        (["--spacing", "-5"], "--spacing must be 2 or more, got -5"),
+        (["--copy", "0", "5"], "--copy takes a passage of 2 tokens or more"),
+        (["--dtype", "float33"], "--dtype must name a dtype of torch, got 'float33'"),
+        (["--calibration-rows", "0", "--recipes", "nvfp4-max"], "--calibration-rows is 0"),
+        (["--recipes", "nvfp4:rotate_k=no"], "rotate_k must be True or False, got 'no'"),
+        (["--recipes", "OTHER"], "rule for layer 7, the model has 2 layers"),
+        (["--tokens", "9000"], "need"),
+    ],
+)
+def test_options_that_nothing_can_be_measured_with(options, message, tmp_path, capsys):
+    model_of("llama").save_pretrained(tmp_path / "model")
+    torch.save(text(2000)[0], tmp_path / "ids.pt")
+    get_recipe("nvfp4", layers={7: "bf16"}).save(tmp_path / "other.json")
+    options = [str(tmp_path / "other.json") if option == "OTHER" else option for option in options]
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    source = ["--model", str(tmp_path / "model"), "--text", str(tmp_path / "ids.pt"), "--device", "cpu"]
+    small = ["--rows", "1", "--tokens", "50", "--copy", "20", "10", "--spacing", "60", "--recipes", "nvfp4"]
+    assert evaluate.run(parser.parse_args([*source, *small, *options])) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_peer_that_is_none(capsys):
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    assert parser.parse_args(["--peers"]).peers == []
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--peers", "vllm"])
+    assert "invalid choice: 'vllm'" in capsys.readouterr().err
+
+
 def test_bytes_at_8k():
     """72 of 256 bytes for each value pair, and 109 exact slots of 8,192 tokens."""
     model = model_of("llama")
@@ -208,6 +249,19 @@ def test_bytes_at_8k():
     assert plain == pytest.approx(0.28125, rel=1e-3)
     assert windowed == pytest.approx(0.28125 + 109 / 8192, rel=2e-3) and windowed <= 0.30
     assert fidelity.bytes_per_token(model, get_recipe("bf16"))[1] == pytest.approx(1, rel=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8"])
+def test_bytes_are_those_of_a_cache(recipe):
+    """Beside BF16 that keeps a sliding layer's 40 tokens and no more."""
+    model = model_of("sliding")
+    cache = NVFP4Cache(model.config, 8192, recipe)
+    k = torch.zeros(1, 2, 1, 32, dtype=torch.bfloat16)
+    for layer in (0, 1):
+        cache.update(k, k.clone(), layer)
+    own, share = fidelity.bytes_per_token(model, get_recipe(recipe))
+    assert own == cache.nbytes() / 8192
+    assert share == pytest.approx(cache.nbytes() / ((40 + 8192) * 2 * 32 * 2 * 2))
 
 
 def test_statistics():
@@ -249,6 +303,8 @@ def test_promotion_keeps_the_budget():
     assert all(exact.for_layer(i).k_format == exact.for_layer(i).v_format == "exact" for i in range(2))
     assert any("most sensitive layers" in line for line in said)
     assert calibrate(model, texts, budget_kl=10.0).layers == ()
+    mixed = calibrate(model, texts, budget_kl=1e-9, recipe=get_recipe("nvfp4-plain", layers={0: "bf16", 1: "k8v4"}))
+    assert mixed.for_layer(0) == get_recipe("bf16")
     assert Recipe.from_json(one.to_json()) == one
 
 
@@ -271,11 +327,27 @@ def test_guard_falls_back_and_says_what_was_measured():
         ({"texts": [torch.tensor([1])]}, ValueError, "at least 2 tokens"),
         ({"texts": [torch.arange(9)], "budget_kl": 0.0}, ValueError, "must be positive"),
         ({"texts": [torch.arange(9)], "guard": [torch.arange(9)]}, ValueError, "guard needs budget_kl"),
+        ({"texts": "words"}, TypeError, "a list of them"),
+        ({"texts": [torch.zeros(2, 9).long()]}, ValueError, r"must be tokens \[N\], got shape \[2, 9\]"),
+        ({"texts": [torch.arange(9)], "budget_kl": 0.1}, ValueError, "9 tokens, and the recipe keeps 92 exact"),
     ],
 )
 def test_calibrations_that_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         calibrate(model_of("llama"), **arguments)
+
+
+def test_a_guard_that_would_measure_nothing_is_refused():
+    with pytest.raises(ValueError, match="50 tokens, and the recipe keeps 92 exact: nothing would be measured"):
+        guarded(model_of("llama"), "nvfp4", [text(50)[0]], 1e-9)
+
+
+def test_calibration_keeps_the_scales_of_a_checkpoint():
+    known = LayerCalibration(k_scale=0.5, v_scale=0.25, v_bias=[[1.0] * 64] * 2)
+    recipe = calibrate(model_of("llama"), [text(100)[0]], recipe=get_recipe("nvfp4-max", calibration=[known, known]))
+    for layer in recipe.calibration:
+        assert (layer.k_scale, layer.v_scale, layer.v_bias) == (known.k_scale, known.v_scale, known.v_bias)
+        assert layer.k_factors is not None and layer.k_bias is not None
 
 
 def planted(norm):

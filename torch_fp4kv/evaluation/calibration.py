@@ -61,8 +61,9 @@ def calibrate(
         progress: called with a line about each measurement.
 
     Raises:
-        ValueError: no text, a text shorter than 2 tokens, a budget that is not positive, or `guard` without one.
-        TypeError: a text is a string and there is no tokenizer.
+        ValueError: no text, a text shorter than 2 tokens, none longer than what the recipe keeps exact (nothing would
+            be measured), a budget that is not positive, or `guard` without one.
+        TypeError: a text is a string and there is no tokenizer, or `texts` is one.
     """
     if budget_kl is not None and not budget_kl > 0:
         raise ValueError(f"budget_kl must be positive, got {budget_kl}")
@@ -72,7 +73,7 @@ def calibrate(
     result = get_recipe(recipe)
     if result.needs_calibration:
         progress("statistics of K and Q")
-        result = dataclasses.replace(result, calibration=statistics(model, rows, result.num_sink_tokens))
+        result = with_statistics(model, rows, result)
     if budget_kl is not None:
         result = _promote(model, rows, result, budget_kl, prompt_tokens, progress)
     if guard is not None and budget_kl is not None:
@@ -93,6 +94,7 @@ def guarded(
     warning that says what was measured. Arguments and errors as in `calibrate`."""
     rows = tokenized(prompts, tokenizer, model.device)
     wanted = get_recipe(recipe)
+    _check_measures(model, rows, wanted)
     kl = mean_kl(model, rows, layer_recipes(model, wanted), prompt_tokens)
     if kl <= budget_kl:
         return wanted
@@ -112,12 +114,16 @@ def guarded(
 
 def tokenized(texts: Texts, tokenizer: Any, device: torch.device) -> list[Tensor]:
     """int64 `[1, N]` for each text; errors as in `calibrate`."""
+    if isinstance(texts, str):
+        raise TypeError("texts is one string: pass a list of them")
     rows = []
     for text in texts:
         if isinstance(text, str):
             if tokenizer is None:
                 raise TypeError("texts are strings: pass tokenizer=, or int64 tensors of token ids")
             text = tokenizer(text, return_tensors="pt").input_ids
+        if text.ndim != 1 and text.shape[:-1] != (1,):
+            raise ValueError(f"a text must be tokens [N], got shape {list(text.shape)}")
         row = text.reshape(1, -1).to(device)
         if row.shape[1] < 2:
             raise ValueError(f"a text must have at least 2 tokens, got {row.shape[1]}")
@@ -125,6 +131,27 @@ def tokenized(texts: Texts, tokenizer: Any, device: torch.device) -> list[Tensor
     if not rows:
         raise ValueError("calibration needs at least one text")
     return rows
+
+
+def with_statistics(model: Any, rows: Sequence[Tensor], recipe: Recipe) -> Recipe:
+    """`recipe` with the `statistics` of `rows`; scales and V's bias that it has stay."""
+    found = statistics(model, rows, recipe.num_sink_tokens)
+    known = recipe.calibration or (LayerCalibration(),) * len(found)
+    merged = tuple(
+        dataclasses.replace(old, k_bias=new.k_bias, k_factors=new.k_factors, k_order=new.k_order)
+        for old, new in zip(known, found)
+    )
+    return dataclasses.replace(recipe, calibration=merged)
+
+
+def _check_measures(model: Any, rows: Sequence[Tensor], recipe: Recipe) -> None:
+    """Raises ValueError if no query of `rows` reads from storage in any layer."""
+    exact = min(layer.exact_window + layer.num_sink_tokens for layer in layer_recipes(model, recipe) if layer)
+    longest = max(row.shape[1] for row in rows)
+    if longest <= exact:
+        raise ValueError(
+            f"the longest text has {longest} tokens, and the recipe keeps {exact} exact: nothing would be measured"
+        )
 
 
 def statistics(model: Any, rows: Sequence[Tensor], num_sink_tokens: int = 0) -> tuple[LayerCalibration, ...]:
@@ -204,6 +231,8 @@ def _promote(
     prompt_tokens: int,
     progress: Callable[[str], Any],
 ) -> Recipe:
+    _check_measures(model, rows, recipe)
+
     def measured(candidate: Recipe, what: str) -> bool:
         kl = mean_kl(model, rows, layer_recipes(model, candidate), prompt_tokens)
         progress(f"KL {kl:.5f} with {what}")
@@ -222,7 +251,9 @@ def _promote(
         def promoted(count: int, base: Recipe = before, promotion: dict[str, Any] = promotion) -> Recipe:
             rules: dict[int | str, dict[str, Any]] = {selector: dict(changes) for selector, changes in base.layers}
             for index in order[:count]:
-                rules[index] = {**rules.get(index, {}), **promotion}
+                more = {name: kind for name, kind in promotion.items() if _is_more(kind, getattr(layers[index], name))}
+                if more:
+                    rules[index] = {**rules.get(index, {}), **more}
             return dataclasses.replace(base, layers=rules)
 
         what = " and ".join(f"{name.partition('_')[0].upper()} {kind}" for name, kind in promotion.items())
@@ -238,3 +269,8 @@ def _promote(
                 too_few = middle
         return promoted(enough)
     return before
+
+
+def _is_more(storage_format: str, than: str) -> bool:
+    """Whether `storage_format`, of a promotion, has more bits than `than`."""
+    return storage_format != than and than != "exact"

@@ -23,7 +23,7 @@ from .. import console
 from ..recipe import Recipe, get_recipe, recipes
 from . import fidelity, key_bias, scoring
 from .as_decoded import PROMPT_TOKENS, layer_recipes
-from .calibration import statistics
+from .calibration import with_statistics
 from .peers import PEERS, peer_fidelity
 
 RECIPES = ("nvfp4", "nvfp4-max", "k8v4", "fp8", "fp8-window", "nvfp4-plain")
@@ -66,7 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--spacing", type=int, default=2048, metavar="N", help="tokens from row to row of the text (default: 2048)")
     add("--greedy", type=int, default=0, metavar="N", help="also compare N greedy tokens after each row's prompt")
     add("--sensitivity", metavar="RECIPE", help="also measure each layer alone with this recipe")
-    add("--peers", nargs="*", metavar="PEER", help=f"also decode with transformers' own: {', '.join(PEERS)} (all)")
+    add(
+        "--peers",
+        nargs="*",
+        choices=PEERS,
+        metavar="PEER",
+        help=f"also decode with transformers' own: {', '.join(PEERS)} (all)",
+    )
     add("--csv", metavar="FILE", help="write the table there")
     add("--png", metavar="FILE", help="draw KL against bytes a token there (needs matplotlib)")
 
@@ -83,22 +89,26 @@ class Row:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates and prints; 1 if a recipe is none, or there is no model or text to do it with."""
+    """Evaluates and prints; 1 if a number or recipe is none, or there is no model or text to do it with."""
     try:
+        _check_numbers(args)
         parsed = {name: parse_recipe(name) for name in args.recipes}
         alone = parse_recipe(args.sensitivity) if args.sensitivity else None
         model, tokenizer = _load(args)
         ids = _token_ids(args.text, tokenizer)
         tasks = tasks_of(ids, args.rows, args.tokens, tuple(args.copy), args.spacing, args.calibration_rows)
+        calibration_rows = [ids[i * args.spacing :][: args.spacing][None] for i in range(args.calibration_rows)]
+        calibration_rows = [row.to(model.device) for row in calibration_rows]
+        chosen = {name: _calibrated(recipe, model, calibration_rows) for name, recipe in parsed.items()}
+        alone = alone and _calibrated(alone, model, calibration_rows)
+        for recipe in (*chosen.values(), *filter(None, [alone])):
+            layer_recipes(model, recipe)
     except (OSError, TypeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    calibration_rows = [ids[i * args.spacing :][: args.spacing][None] for i in range(args.calibration_rows)]
-    calibration_rows = [row.to(model.device) for row in calibration_rows]
     note = key_bias.warning(key_bias.rotated_bias(model, calibration_rows[:1] or [tasks["text"][0][:1]]))
     if note:
         print(f"warning: {note}", file=sys.stderr)
-    chosen = {name: _calibrated(recipe, model, calibration_rows) for name, recipe in parsed.items()}
     passage, between = args.copy
     console.heading(f"{args.rows} rows of {args.tokens} tokens, and of {passage} + {between} + {passage}")
     lines = evaluate(model, tasks, chosen, args.prompt_tokens)
@@ -108,12 +118,24 @@ def run(args: argparse.Namespace) -> int:
     if args.greedy:
         _print_greedy(model, tasks["text"][0], chosen, args)
     if alone is not None:
-        _print_sensitivity(model, tasks["text"][0], _calibrated(alone, model, calibration_rows))
+        _print_sensitivity(model, tasks["text"][0], alone, args.prompt_tokens)
     if args.csv:
         write_csv(Path(args.csv), lines, _conditions(model, args))
     if args.png:
         draw(Path(args.png), lines)
     return 0
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Raises ValueError for an option that nothing can be measured with."""
+    least = {"rows": 1, "tokens": 2, "prompt_tokens": 1, "calibration_rows": 0, "spacing": 2, "greedy": 0}
+    for name, number in least.items():
+        if getattr(args, name) < number:
+            raise ValueError(f"--{name.replace('_', '-')} must be {number} or more, got {getattr(args, name)}")
+    if args.copy[0] < 2 or args.copy[1] < 0:
+        raise ValueError(f"--copy takes a passage of 2 tokens or more, and 0 or more between, got {tuple(args.copy)}")
+    if not isinstance(getattr(torch, args.dtype, None), torch.dtype):
+        raise ValueError(f"--dtype must name a dtype of torch, got {args.dtype!r}")
 
 
 def tasks_of(
@@ -186,7 +208,9 @@ def parse_recipe(text: str) -> Recipe:
 def _calibrated(recipe: Recipe, model: Any, rows: Sequence[Tensor]) -> Recipe:
     if not recipe.needs_calibration or recipe.calibration:
         return recipe
-    return dataclasses.replace(recipe, calibration=statistics(model, rows, recipe.num_sink_tokens))
+    if not rows:
+        raise ValueError("a recipe here needs calibration, and --calibration-rows is 0")
+    return with_statistics(model, rows, recipe)
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -249,12 +273,12 @@ def _print_greedy(model: Any, tokens: Tensor, chosen: dict[str, Recipe], args: a
         print(f"{name}: {' '.join(map(str, counts))}", flush=True)
 
 
-def _print_sensitivity(model: Any, tokens: Tensor, recipe: Recipe) -> None:
+def _print_sensitivity(model: Any, tokens: Tensor, recipe: Recipe, prompt_tokens: int) -> None:
     console.heading("KL with one layer alone quantised")
     layers = layer_recipes(model, recipe)
     passes = -(-len(tokens) // fidelity.rows_at_once(model, tokens.shape[1])) * (len(layers) + 1)
     with console.progress(passes, "layers") as advance:
-        costs = fidelity.sensitivity(model, tokens, layers, progress=lambda: advance(1))
+        costs = fidelity.sensitivity(model, tokens, layers, prompt_tokens, progress=lambda: advance(1))
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         print(f"layer {index}: {costs[index]:.5f}")
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.storage import LayerStorage
+from ..cache.storage import LayerStorage, whole_tiles
 from ..recipe import Recipe
 from .as_decoded import PROMPT_TOKENS, full_precision, layer_recipes, log_probabilities
 from .scoring import cache_argument
@@ -154,7 +154,7 @@ def greedy_agreement(model: Any, prompts: Tensor, num_new: int, make_cache: Call
 
 def bytes_per_token(model: Any, recipe: Recipe, context: int = 8192) -> tuple[float, float]:
     """`(bytes, share of BF16)` that one row's token takes at `context` tokens, exact copies, scales and statistics
-    included; a sliding layer counts what it holds, in both. Nothing is allocated."""
+    included; a sliding layer counts what it holds: its ring here, its window in BF16. Nothing is allocated."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -165,10 +165,10 @@ def bytes_per_token(model: Any, recipe: Recipe, context: int = 8192) -> tuple[fl
     total = plain = 0
     for index, (kind, window) in enumerate(layer_kinds(config)):
         tokens = context if window < 0 else min(context, window + RING_SLACK)
-        storage = LayerStorage(recipe.for_layer(index, kind), tokens, window)
+        storage = LayerStorage(recipe.for_layer(index, kind), whole_tiles(tokens), window)
         storage.allocate(like, like)
         total += storage.nbytes()
-        plain += tokens * heads * dim * 2 * 2
+        plain += (context if window < 0 else min(context, window)) * heads * dim * 2 * 2
     return total / context, total / plain
 
 

@@ -33,6 +33,31 @@ def equalized(heads: int = 2, head_dim: int = 64, rotation: int = 16) -> dict[st
     }
 
 
+def strided(call: AttentionCall) -> AttentionCall:
+    """`call` with gaps between the elements of queries, new tokens, and what a row or head has a number of."""
+    names = "q k_new v_new k_global v_global lengths q_lengths starts block_table exact_from"
+    names += " k_bias k_factors k_order v_bias sink_logits"
+    given = {name: getattr(call, name) for name in names.split()}
+    return replace(call, **{n: x.repeat_interleave(2, -1)[..., ::2] for n, x in given.items() if x is not None})
+
+
+def with_everything(num_queries: int = 1, head_dim: int = 64, **options: Any) -> AttentionCall:
+    """Two rows with all that rows and heads can have numbers of."""
+    options = {"lengths": (90, 33), "capacity": 128, "page_size": 32, "ring": 24, "num_sink_tokens": 4, **options}
+    call = make(
+        num_queries=num_queries,
+        head_dim=head_dim,
+        q_lengths=(num_queries, 1),
+        starts=(7, 3),
+        v_bias=torch.linspace(-0.5, 0.5, 2 * head_dim).view(2, head_dim),
+        sink_logits=torch.arange(4.0),
+        return_lse=True,
+        **equalized(2, head_dim),
+        **options,
+    )
+    return replace(call, k_global=torch.tensor([0.01, 0.013]), v_global=torch.tensor([0.02, 0.005]))
+
+
 def empty_storage(
     pages: int,
     heads: int,

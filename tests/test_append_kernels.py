@@ -132,6 +132,12 @@ def test_prefill_with_biases_and_sink_logits() -> None:
 
 
 @interpreted
+def test_prefill_with_strided_numbers_of_rows_and_heads() -> None:
+    call = cases.calls.with_everything(20, new=True, dtype=torch.float16)
+    cases.check_prefill(cases.calls.strided(call), "cpu", 1e-3)
+
+
+@interpreted
 @pytest.mark.parametrize("few_rows", [0, 1024], ids=["slabs", "splits"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_prefill_merges_slabs_and_splits(few_rows: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from calls import equalized, make, run
+from calls import equalized, make, run, strided, with_everything
 from torch import Tensor
 
 import torch_fp4kv
@@ -351,6 +351,13 @@ def test_strided_queries_and_inputs_are_left_alone() -> None:
     assert torch.equal(run(call, q=strided)[0], run(call)[0])
     for name, old in before.items():
         assert torch.equal(getattr(call, name), old)
+
+
+def test_strided_numbers_of_rows_and_heads() -> None:
+    for call in (with_everything(2), with_everything(20, new=True)):
+        oracle.check(call, *run(strided(call)))
+        for got, want in zip(run(strided(call)), run(call)):
+            assert torch.equal(got, want)
 
 
 def test_page_beyond_two_to_the_31_elements() -> None:

@@ -150,7 +150,7 @@ def refused_append(error: type[Exception], message: str, **changes: Any) -> None
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.flatten().contiguous().view(torch.uint8)
 
 
 def exact(slots: int = 5, **changes: Any) -> dict[str, Any]:
@@ -282,6 +282,11 @@ BAD_APPEND: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "v_exact must be [≥2, 3, E, 32]",
     ),
+    "exact copies with gaps": (
+        exact(v_exact=torch.zeros(2, 3, 5, 64)[..., ::2]),
+        ValueError,
+        "v_exact must be contiguous in the last dimension",
+    ),
     "exact copies of two sizes": (exact(v_exact=torch.zeros(2, 3, 9, 32)), ValueError, "k_exact and v_exact differ"),
 }
 
@@ -368,6 +373,11 @@ BAD_ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "v_new elsewhere": ({"new": True, "v_new": lambda c: c.v_new.to(META)}, ValueError, "v_new is on meta"),
     "k_exact alone": ({"ring": 4, "v_exact": None}, ValueError, "k_exact and v_exact go together"),
+    "k_exact with gaps": (
+        {"ring": 4, "k_exact": lambda c: c.k_exact.repeat_interleave(2, -1)[..., ::2]},
+        ValueError,
+        "k_exact must be contiguous in the last dimension",
+    ),
     "more sinks than slots": ({"ring": 4, "num_sink_tokens": 5}, ValueError, "k_exact must be [≥2, 2, >5, 32]"),
     "negative sinks": ({"num_sink_tokens": -1}, ValueError, "must not be negative, got 0.0 and -1"),
     "exact tokens that were overwritten": (

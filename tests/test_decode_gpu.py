@@ -56,6 +56,7 @@ def test_strided_queries() -> None:
     c = call(num_queries=3, heads=8)
     q = torch.randn(2, 3, 8, 256)[..., ::2].transpose(1, 2)
     check(replace(c, q=q))
+    check(calls.strided(calls.with_everything(2, head_dim=128, out_dtype=torch.float32)))
 
 
 @pytest.mark.parametrize("options", [{}, {"ring": 24, "num_sink_tokens": 4}], ids=["stored", "with exact"])

@@ -90,6 +90,13 @@ def test_masks_and_sinks() -> None:
         compare(changed, out, lse)
 
 
+def test_strided_numbers_of_rows_and_heads() -> None:
+    c = calls.strided(calls.with_everything(2, head_dim=128, out_dtype=torch.float32))
+    with ptx.launches():
+        out, lse = decode.run(c)
+    compare(c, out, lse)
+
+
 @pytest.mark.parametrize("magnitude", [1e-30, 1e30])
 def test_queries_of_any_magnitude(magnitude: float) -> None:
     c = call(lengths=(70,), ring=20, heads=2)

@@ -101,6 +101,12 @@ def test_masks_sinks_and_shifted_keys(options: dict[str, Any]) -> None:
     check(replace(c, k_global=torch.tensor([0.01, 0.05]), v_global=torch.tensor([0.05, 0.01])))
 
 
+@interpreted
+def test_strided_numbers_of_rows_and_heads() -> None:
+    check(calls.strided(calls.with_everything(2)))
+    check(calls.strided(calls.with_everything(20, new=True)))
+
+
 @contextlib.contextmanager
 def sixteen_bits(capability: int) -> Iterator[None]:
     """Within it the kernel is compiled as for queries on a GPU of this capability."""

@@ -58,8 +58,9 @@ def append(
         k_order: int32 `[H, D]`; channel `k_order[h, j]` of that is stored as the j-th.
         k_rotation: if not 0, that is rotated in blocks of so many channels (`format/rotation.py`). `attention` takes
             the same four of K.
-        k_exact, v_exact: mutated. `[≥B, H, E, D]` and `[≥B, H, E, Dv]`: the raw k and v are also written at
-            `exact_slots` (int64 `[B, L]`, within a row); slot E - 1 is scratch, nobody reads it.
+        k_exact, v_exact: mutated. `[≥B, H, E, D]` and `[≥B, H, E, Dv]`, contiguous in the last dimension: the raw k
+            and v are also written at `exact_slots` (int64 `[B, L]`, within a row); slot E - 1 is scratch, nobody reads
+            it.
         skip_negative: leave out tokens whose slot is negative (padding of a captured graph), exact copies included.
         k_format, v_format: "nvfp4", "fp8", "block-fp4" or "exact".
         scale_rule: as in `quantize`.
@@ -165,6 +166,7 @@ def _check_exact(
         batch, heads, _, head_dim = x.shape
         if exact.ndim != 4 or exact.shape[0] < batch or (exact.shape[1], exact.shape[3]) != (heads, head_dim):
             raise ValueError(f"{name} must be [≥{batch}, {heads}, E, {head_dim}], got shape {list(exact.shape)}")
+        checks.exact_copies(exact, name)
     if k_exact.shape[2] != v_exact.shape[2]:
         raise ValueError(f"k_exact and v_exact differ in slots: {list(k_exact.shape)}, {list(v_exact.shape)}")
     _check_slot_tensor(exact_slots, k, "exact_slots")

@@ -23,8 +23,9 @@ positions ≥ M are not seen. A query that sees nothing gives 0 and -inf.
 
 Exact copies stand in for stored tokens: positions ≥ lengths - n come from `k_new`, `v_new` ([B, H, L, D] and
 [B, H, L, Dv]) where given; the first `num_sink_tokens` ones (from `starts`) from slots 0, 1, … of `k_exact`, `v_exact`
-([≥B, H, E, ·]); positions p ≥ `exact_from[b]` ([B] int32, at least `end - R`) from slot `num_sink_tokens + p % R` with
-`R = E - num_sink_tokens - 1` (the last slot takes writes that nobody reads). All other positions come from storage.
+([≥B, H, E, ·], contiguous in the last dimension); positions p ≥ `exact_from[b]` ([B] int32, at least `end - R`) from
+slot `num_sink_tokens + p % R` with `R = E - num_sink_tokens - 1` (the last slot takes writes that nobody reads). All
+other positions come from storage.
 
 Scores: `softcap(scale · q·k)` with `softcap(s) = c · tanh(s / c)` for c > 0 (Gemma 2), then the mask. Stored K may be
 shifted, equalised, reordered and rotated: `k_bias`, `k_factors` ([H, D] float32), `k_order` ([H, D] int32) and
@@ -194,6 +195,8 @@ def _check_tokens(call: AttentionCall) -> None:
         rows, _, slots, _ = call.k_exact.shape
         _check_floats(call.k_exact, (rows, kv_heads, slots, head_dim), device, "k_exact")
         _check_floats(call.v_exact, (rows, kv_heads, slots, v_head_dim), device, "v_exact")
+        checks.exact_copies(call.k_exact, "k_exact")
+        checks.exact_copies(call.v_exact, "v_exact")
 
 
 def _check_floats(tensor: Tensor, expected: tuple[int, ...], device: torch.device, name: str) -> None:

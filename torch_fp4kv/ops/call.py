@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,21 @@ class AppendCall:
     @property
     def transform(self) -> KeyTransform:
         return KeyTransform(self.k_bias, self.k_factors, self.k_order, self.k_rotation)
+
+
+_OF_ROWS_AND_HEADS = (
+    "k_global",
+    "v_global",
+    "lengths",
+    "q_lengths",
+    "starts",
+    "exact_from",
+    "k_bias",
+    "k_factors",
+    "k_order",
+    "v_bias",
+    "sink_logits",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +143,15 @@ class AttentionCall:
     def ring_size(self) -> int:
         """R: exact slots that hold recent tokens; 0 without an exact window."""
         return 0 if self.k_exact is None else self.k_exact.shape[2] - self.num_sink_tokens - 1
+
+    def dense(self) -> AttentionCall:
+        """The same call with contiguous numbers of rows and heads, and a contiguous row of `block_table`: kernels take
+        no strides of these."""
+        given = {name: getattr(self, name) for name in _OF_ROWS_AND_HEADS}
+        strided = {name: x.contiguous() for name, x in given.items() if x is not None and not x.is_contiguous()}
+        if self.block_table is not None and self.block_table.stride(1) != 1:
+            strided["block_table"] = self.block_table.contiguous()
+        return replace(self, **strided) if strided else self
 
     def empty_out(self) -> Tensor:
         batch, heads, queries, _ = self.q.shape

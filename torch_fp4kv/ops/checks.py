@@ -169,6 +169,12 @@ def storage(data: Tensor, scales: Tensor | None, storage_format: str, name: str,
     _contiguous(scales, f"{name}_scales")
 
 
+def exact_copies(tensor: Tensor, name: str) -> None:
+    """Raises unless the channels of `tensor` `[B, H, E, D]` follow each other."""
+    if tensor.stride(3) != 1:
+        raise ValueError(f"{name} must be contiguous in the last dimension, got strides {tensor.stride()}")
+
+
 def _contiguous(tensor: Tensor, name: str) -> None:
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()} for shape {list(tensor.shape)}")

@@ -23,7 +23,6 @@ from .decode_common import EXACT_SLOTS, GROUPS, LOG2E
 from .decode_kernel import decode_kernel
 from .decode_merge import merge_kernel
 from .decode_unpack import SHIFTS
-from .nvfp4 import contiguous
 
 MAX_QUERIES = 16
 MAX_COLUMNS = 512
@@ -224,6 +223,7 @@ def plan(
 
 def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Serves a call for which `unsupported` is None."""
+    call = call.dense()
     q, device, table = call.q, call.q.device, call.block_table
     batch, _, queries, d = q.shape
     heads, dv, page_size = call.num_kv_heads, call.v_head_dim, call.page_size
@@ -278,9 +278,9 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             call.starts,
             table,
             call.exact_from,
-            contiguous(call.k_bias),
-            contiguous(call.k_factors),
-            contiguous(call.k_order),
+            call.k_bias,
+            call.k_factors,
+            call.k_order,
             mask,
             call.k_exact,
             call.v_exact,

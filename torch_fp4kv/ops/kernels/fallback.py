@@ -62,6 +62,7 @@ def launch(
 
     `kernel` gives what is launched for a kernel, such as what a tracer records.
     """
+    call = call.dense()
     q, device = call.q, call.q.device
     batch, query_heads, queries, d = q.shape
     heads, group, dv = call.num_kv_heads, call.group, call.v_head_dim

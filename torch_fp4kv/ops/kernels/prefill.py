@@ -588,6 +588,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
     A row's result depends neither on the batch nor on the capacity: slabs and splits have fixed numbers of tokens.
     """
+    call = call.dense()
     out = call.empty_out()
     lse = call.empty_lse() if call.return_lse else None
     batch, heads, num_queries, _ = call.q.shape
@@ -683,7 +684,7 @@ def _run_rows(
             v_workspace,
             *_scale_and_stride(call.k_global, call.k_format),
             *_scale_and_stride(call.v_global, call.v_format),
-            None if call.v_bias is None else call.v_bias.contiguous(),
+            call.v_bias,
             *_with_strides(call.k_new, call.v_new, call.k_exact, call.v_exact),
             None if partial else call.sink_logits,
             *row_bounds,

@@ -47,6 +47,20 @@ def test_an_unknown_cache_is_refused_before_anything_runs(capsys):
     assert "nvfp5" in (message := capsys.readouterr().err) and "nvfp4-plain" in message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--batch", "2", "1", "--prompt", "40"], "--batch has 2 numbers, --prompt has 1"),
+        (["attention", "--batch", "2", "--context", "40", "64"], "--batch has 1 numbers, --context has 2"),
+        (["attention", "--recipes", "nvfp5"], "unknown recipe 'nvfp5'"),
+    ],
+    ids=["generate", "attention", "recipe"],
+)
+def test_arguments_that_cannot_be_are_refused_before_anything_runs(arguments, message, capsys):
+    assert cli.main(["bench", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_logits_count_up_to_the_first_other_token():
     logits = torch.tensor([[[3.0, 3.0], [0.0, 4.0]], [[2.0, 1.0], [1.0, 2.0]]], dtype=torch.float64)
     expected = bench.Checked(logits, torch.tensor([[0, 1], [0, 1]]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..console import heading, table
+from ..recipe import get_recipe
+from .models import batches_of
 from .results import cell, environment, write_csv
 
 BACKENDS = {
@@ -58,10 +61,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints, for each shape, the fastest SDPA over BF16 and each recipe; 1 if an error is beyond rounding."""
+    try:
+        runs = batches_of(args.batch, args.context, "--context")
+        for name in args.recipes:
+            get_recipe(name)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     with torch.no_grad():
-        for batch, context in zip(args.batch, args.context, strict=True):
+        for batch, context in runs:
             rows += measure(args, batch, context, device)
     heading("Attention of one token a row (speed-up over the fastest SDPA)")
     table([[f.name for f in fields(Row)], *[[cell(value) for value in asdict(row).values()] for row in rows]])

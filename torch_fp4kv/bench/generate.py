@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..console import heading, table
 from ..evaluation.peers import PEERS
+from ..evaluation.scoring import cache_argument
 from ..recipe import get_recipe
-from .models import SHAPES, Clock, load_model, prompt_ids
+from .models import SHAPES, Clock, batches_of, load_model, prompt_ids
 from .results import cell, environment, write_csv
 
 ORDINARY = ("static", "dynamic")
@@ -83,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs every cache on every batch and prompt; a failing one does not stop the others, Ctrl-C keeps what is done."""
     try:
+        runs = batches_of(args.batch, args.prompt, "--prompt")
         for name in set(args.caches) - {*ORDINARY, *PEERS}:
             get_recipe(name)
     except ValueError as error:
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     constants = {"model": args.model or args.shape, "layers": str(model.config.num_hidden_layers), **environment()}
     try:
-        for batch, prompt in zip(args.batch, args.prompt, strict=True):
+        for batch, prompt in runs:
             expected: Checked | None = None
             for name in args.caches:
                 row, checked = _measure(model, name, args.attention, batch, prompt, args.new_tokens, expected)
@@ -246,13 +248,13 @@ def _largest_batch(model: Any, name: str, batch: int, prompt: int) -> int:
 def _generate(model: Any, ids: Tensor, cache: Any, new_tokens: int, streamer: Any, **options: Any) -> Any:
     return model.generate(
         ids,
-        past_key_values=cache,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens,
         do_sample=False,
         pad_token_id=0,
         streamer=streamer,
+        **{cache_argument(model.forward): cache},
         **options,
     )
 

@@ -53,6 +53,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Configs of well-known models; their weights are random and are made on the device."""
 
 
+def batches_of(batches: list[int], tokens: list[int], name: str) -> list[tuple[int, int]]:
+    """The pairs of `--batch` and the option `name`; ValueError where one has more numbers than the other."""
+    if len(batches) != len(tokens):
+        raise ValueError(f"--batch has {len(batches)} numbers, {name} has {len(tokens)}: give one for each run")
+    return list(zip(batches, tokens, strict=True))
+
+
 class Clock:
     """A streamer that notes when each token reached the host."""
 

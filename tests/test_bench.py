@@ -51,10 +51,15 @@ def test_an_unknown_cache_is_refused_before_anything_runs(capsys):
     ("arguments", "message"),
     [
         (["generate", "--batch", "2", "1", "--prompt", "40"], "--batch has 2 numbers, --prompt has 1"),
+        (["generate", "--new-tokens", "3"], "--new-tokens must be 4 or more, got 3"),
+        (["compile", "--shape", "tiny", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'"),
         (["attention", "--batch", "2", "--context", "40", "64"], "--batch has 1 numbers, --context has 2"),
+        (["attention", "--batch", "0"], "--batch and --context must be positive"),
         (["attention", "--recipes", "nvfp5"], "unknown recipe 'nvfp5'"),
+        (["attention", "--heads", "7"], "7 query heads cannot share 8 KV heads evenly"),
+        (["attention", "--head-dim", "72"], "--head-dim: head size 72 is not a multiple of 16"),
     ],
-    ids=["generate", "attention", "recipe"],
+    ids=["generate", "new tokens", "compile", "attention", "no row", "recipe", "heads", "head size"],
 )
 def test_arguments_that_cannot_be_are_refused_before_anything_runs(arguments, message, capsys):
     assert cli.main(["bench", *arguments]) == 1

@@ -31,6 +31,7 @@ MORE: dict[str, dict[str, Any]] = {
     "exact keys, FP8 values": {"k_format": "exact", "v_format": "fp8", "dtype": torch.float16},
     "512": {"head_dim": 512, "dtype": torch.bfloat16},
     "576 and 512": {"head_dim": 576, "v_head_dim": 512, "heads": 8},
+    "transformed keys of 576": {"head_dim": 576, "v_head_dim": 512, **calls.equalized(2, 576, 64)},
     "112 and 48": {"head_dim": 112, "v_head_dim": 48},
     "splits": {"lengths": (2500, 2048), "capacity": 2560, "ring": 30, "num_sink_tokens": 3},
     "splits of a ring": {"lengths": (5000, 70), "capacity": 2496, "num_sink_tokens": 3},

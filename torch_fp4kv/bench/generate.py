@@ -85,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs every cache on every batch and prompt; a failing one does not stop the others, Ctrl-C keeps what is done."""
     try:
         runs = batches_of(args.batch, args.prompt, "--prompt")
+        if args.new_tokens < CHECKED_TOKENS:
+            raise ValueError(f"--new-tokens must be {CHECKED_TOKENS} or more, got {args.new_tokens}")
         for name in set(args.caches) - {*ORDINARY, *PEERS}:
             get_recipe(name)
     except ValueError as error:

@@ -54,9 +54,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def batches_of(batches: list[int], tokens: list[int], name: str) -> list[tuple[int, int]]:
-    """The pairs of `--batch` and the option `name`; ValueError where one has more numbers than the other."""
+    """The pairs of `--batch` and the option `name`; ValueError where these are none."""
     if len(batches) != len(tokens):
         raise ValueError(f"--batch has {len(batches)} numbers, {name} has {len(tokens)}: give one for each run")
+    if min(*batches, *tokens) < 1:
+        raise ValueError(f"--batch and {name} must be positive")
     return list(zip(batches, tokens, strict=True))
 
 

@@ -226,9 +226,12 @@ def test_the_bias_leaves_sinks_out():
 
 
 def test_a_view_of_k_as_v_is_not_rotated():
-    k = torch.randn(1, HEADS, 40, DIM)
-    with pytest.raises(ValueError, match="V is a view of K"):
-        stored(get_recipe("nvfp4"), k, k[..., :32])
+    k = torch.randn(1, HEADS, 40, 2 * DIM)
+    for v in (k[..., :32], k[..., DIM:]):
+        with pytest.raises(ValueError, match="V is a view of K"):
+            stored(get_recipe("nvfp4"), k[..., : DIM + 16], v)
+    # Halves of one projection have nothing in common.
+    stored(get_recipe("nvfp4"), k[..., :DIM], k[..., DIM:])
 
 
 def test_the_window_does_not_depend_on_what_was_dropped():

@@ -278,6 +278,9 @@ def test_biases_of_a_checkpoint():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loaded = load_scales(tensors, 2, num_kv_heads=2)
+    with pytest.warns(UserWarning, match="biases of K loaded for 1 of 2 layers; none for 0,"):
+        some = load_scales({name: x for name, x in tensors.items() if "layers.1" in name}, 2, num_kv_heads=2)
+    assert some.apply(get_recipe("nvfp4")).k_bias == "prompt"
     recipe = loaded.apply(get_recipe("nvfp4"))
     assert recipe.k_bias == "calibrated"
     assert recipe.for_layer(1).calibration[0].k_bias == tuple(map(tuple, bias.view(2, 64).tolist()))

@@ -84,7 +84,8 @@ def load_scales(
             a warning says what was assumed.
 
     Warns:
-        UserWarning: a convention was assumed; layers without scales; scales that could not be placed.
+        UserWarning: a convention was assumed; layers without scales, or without a bias of K that others have; scales
+            that could not be placed.
 
     Raises:
         ValueError: no KV scale or bias is found, a scale is not positive and finite, or has a shape that is none.
@@ -118,6 +119,13 @@ def load_scales(
         warnings.warn(
             f"KV scales loaded for {num_layers - len(missing)} of {num_layers} layers; none for {_listed(missing)}, "
             "which choose their own from the first tokens",
+            stacklevel=2,
+        )
+    no_bias = [i for i, layer in enumerate(calibration) if layer.k_bias is None]
+    if 0 < len(no_bias) < num_layers:
+        warnings.warn(
+            f"biases of K loaded for {num_layers - len(no_bias)} of {num_layers} layers; none for {_listed(no_bias)}, "
+            "so that K's bias is left to the recipe in all",
             stacklevel=2,
         )
     if unplaced:

@@ -112,8 +112,11 @@ class LayerStorage:
             self.v_bias = allocate((heads, v.shape[-1]), torch.float32, device)
             self.v_bias.copy_(_calibrated(calibration.v_bias, (heads, v.shape[-1]), "v_bias"))
         if recipe.rotate_k or recipe.equalize_k:
-            if not torch.compiler.is_compiling() and k.numel() and k.data_ptr() == v.data_ptr() != 0:
-                raise ValueError("rotate_k and equalize_k do not apply where V is a view of K (MLA)")
+            if not torch.compiler.is_compiling() and k.numel() and _overlap(k, v):
+                raise ValueError(
+                    "rotate_k and equalize_k do not apply where V is a view of K (MLA): give rotate_k=False, or a "
+                    "recipe without them"
+                )
             self.rotated = recipe.rotate_k
         if recipe.equalize_k:
             shape = (heads, k.shape[-1])
@@ -361,6 +364,14 @@ class LayerStorage:
     def _replace(self, **attributes: Any) -> None:
         """Sets all attributes in one step, so that an interrupt cannot leave buffers that do not go together."""
         vars(self).update(attributes)
+
+
+def _overlap(k: Tensor, v: Tensor) -> bool:
+    """Whether a token's V has elements in common with its K in memory."""
+    first, other = k.data_ptr(), v.data_ptr()
+    return (
+        first != 0 and first < other + v.shape[-1] * v.element_size() and other < first + k.shape[-1] * k.element_size()
+    )
 
 
 def _calibrated(numbers: Matrix | tuple[tuple[int, ...], ...] | None, shape: tuple[int, int], name: str) -> Tensor:

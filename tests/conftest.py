@@ -11,6 +11,9 @@ import torch._inductor.config
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+# Helpers of several test files: without this a failing assert in them says nothing of its values.
+pytest.register_assert_rewrite("compiled", "decode_cases", "kernel_cases", "oracle")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests that take minutes")

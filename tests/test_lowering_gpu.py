@@ -149,7 +149,9 @@ def test_launches_of_a_layer_after_that_of_its_positions(recipe: str, expected: 
         shapes = ((2, 32, tokens, 128), (2, 8, tokens, 128), (2, 8, tokens, 128), (tokens, 128), (tokens, 128))
         return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
 
-    with torch.no_grad():
+    # Casts as in eager, and then every bit. A K that is quantised before it is rounded to bfloat16 gets other codes
+    # here and there: on random tensors up to 3 % of the output, where a head sees little but the new token.
+    with torch.no_grad(), torch._inductor.config.patch(emulate_precision_casts=True):
         step(*arguments(120))
         new = arguments(1)
         expected = step(*new)
@@ -157,7 +159,8 @@ def test_launches_of_a_layer_after_that_of_its_positions(recipe: str, expected: 
         compiled = torch.compile(step, fullgraph=True, backend=fp4.compile.backend)
         got = compiled(*new)
         names = launches(lambda: compiled(*new))
-    assert (got.double() - expected.double()).norm() / expected.double().norm() < 2e-2
+    print(*names, sep="\n")
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
     for kernel in ("decode_kernel", "merge_kernel"):
         assert sum(name.startswith(kernel) for name in names) == 1, names
     assert sum("append" in name for name in names) == 1, names

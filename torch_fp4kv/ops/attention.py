@@ -1,7 +1,8 @@
 """`fp4kv::attention`: attention of new queries over a cache held in NVFP4 (or FP8, block-FP4 or exact) storage.
 
 Shapes: B batch, Hq query heads, H KV heads, L queries a row, D and Dv head sizes of K and V, P pages, T tokens a page,
-E exact slots, M mask columns. All arguments are read, none is mutated.
+E exact slots, M mask columns. All arguments are read, none is mutated. Storage is contiguous, exact copies are so in the
+last dimension; all else may have any strides.
 
     q               [B, Hq, L, D]        float; Hq % H == 0, query head h reads KV head h // (Hq / H)
     k_data, v_data  [P, H, T, D/16]      int64 words for "nvfp4" and "block-fp4";
@@ -23,9 +24,8 @@ positions ≥ M are not seen. A query that sees nothing gives 0 and -inf.
 
 Exact copies stand in for stored tokens: positions ≥ lengths - n come from `k_new`, `v_new` ([B, H, L, D] and
 [B, H, L, Dv]) where given; the first `num_sink_tokens` ones (from `starts`) from slots 0, 1, … of `k_exact`, `v_exact`
-([≥B, H, E, ·], contiguous in the last dimension); positions p ≥ `exact_from[b]` ([B] int32, at least `end - R`) from
-slot `num_sink_tokens + p % R` with `R = E - num_sink_tokens - 1` (the last slot takes writes that nobody reads). All
-other positions come from storage.
+([≥B, H, E, ·]); positions p ≥ `exact_from[b]` ([B] int32, at least `end - R`) from slot `num_sink_tokens + p % R` with
+`R = E - num_sink_tokens - 1` (the last slot takes writes that nobody reads). All other positions come from storage.
 
 Scores: `softcap(scale · q·k)` with `softcap(s) = c · tanh(s / c)` for c > 0 (Gemma 2), then the mask. Stored K may be
 shifted, equalised, reordered and rotated: `k_bias`, `k_factors` ([H, D] float32), `k_order` ([H, D] int32) and

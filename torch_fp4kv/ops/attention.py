@@ -1,8 +1,8 @@
 """`fp4kv::attention`: attention of new queries over a cache held in NVFP4 (or FP8, block-FP4 or exact) storage.
 
 Shapes: B batch, Hq query heads, H KV heads, L queries a row, D and Dv head sizes of K and V, P pages, T tokens a page,
-E exact slots, M mask columns. All arguments are read, none is mutated. Storage is contiguous, exact copies are so in the
-last dimension; all else may have any strides.
+E exact slots, M mask columns. All arguments are read, none is mutated. Storage is contiguous, exact copies are so in
+the last dimension; all else may have any strides.
 
     q               [B, Hq, L, D]        float; Hq % H == 0, query head h reads KV head h // (Hq / H)
     k_data, v_data  [P, H, T, D/16]      int64 words for "nvfp4" and "block-fp4";

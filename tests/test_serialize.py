@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from hf_models import llama, prompt
 from safetensors.torch import load_file, save_file
 
-from torch_fp4kv import NVFP4Cache
+from torch_fp4kv import NVFP4Cache, get_recipe
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,11 @@ def decode(model, cache):
 
 
 @pytest.mark.parametrize("capacity", [None, 64], ids=["growing", "static"])
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-plain", "k8v4", "bf16", "block-fp4"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["nvfp4", "nvfp4-plain", "k8v4", "bf16", "block-fp4", get_recipe("nvfp4", exact_window=0, num_sink_tokens=0)],
+    ids=lambda recipe: recipe if isinstance(recipe, str) else "nvfp4 read from storage",
+)
 @pytest.mark.parametrize("tokens", [5, 30], ids=["short", "long"])
 def test_decoding_goes_on_as_without_the_detour(model, tmp_path, capacity, recipe, tokens):
     cache = prefilled(model, capacity, recipe, tokens)

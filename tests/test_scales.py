@@ -103,6 +103,15 @@ def read_back(recipe, *parts):
     return update.keys(), update.values()
 
 
+def test_float16_near_its_limit_comes_back_finite():
+    torch.manual_seed(0)
+    x = (60_000 + 5_000 * torch.rand(1, 2, 12, 64)).half()
+    for name in ("nvfp4-plain", "block-fp4", "fp8"):
+        for got in read_back(get_recipe(name), x):
+            assert got.dtype == torch.float16 and bool(got.isfinite().all())
+            assert float((got.double() / x.double() - 1).abs().max()) < 0.26
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-plain", "fp8"])
 @pytest.mark.parametrize(("first", "later"), [(0.01, 10.0), (10.0, 0.5)])
 def test_later_tokens_may_be_of_another_size(recipe, first, later):

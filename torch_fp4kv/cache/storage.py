@@ -525,7 +525,9 @@ class Update:
         end, exact_from = lengths, positions.exact_from
         if self.before is not None:
             end, exact_from = lengths - self.num_new, positions.exact_before
-        device, spare = stored.device, self.num_tokens
+        # The largest of a block may come back a little larger: in float16 it would be infinite.
+        limit = torch.finfo(storage.dtype).max
+        stored, device, spare = stored.clamp(-limit, limit), stored.device, self.num_tokens
         out = stored.new_zeros((rows, stored.shape[1], spare + 1, stored.shape[3]))
 
         def newest(slots: int) -> Tensor:

@@ -118,9 +118,8 @@ def test_qualities_of_recipes_are_those_measured(page, num_cells, columns):
     rows = table_rows(page, "`[a-z0-9-]+`", num_cells)
     assert len(rows) >= 5
     for row in rows:
-        name = row[0].split("`")[1]
-        names = (name, f"{name} without k_order", f"{name} with exact_window=64")
-        found = {task: next(measured[task, n] for n in names if (task, n) in measured) for task in ("text", "copy")}
+        name = " with ".join(row[0].split("`")[1::2])
+        found = {task: measured[task, name] for task in ("text", "copy")}
         wanted = found["text"]["kl"], found["copy"]["kl"], found["text"]["share_of_bf16_8k"]
         for column, value in zip(columns, wanted, strict=True):
             assert rounded_to(row[column], value), (name, row[column], value)

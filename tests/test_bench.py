@@ -107,7 +107,7 @@ def test_the_largest_batch_is_found_to_within_a_sixteenth(limit, monkeypatch):
         if len(ids) > limit:
             raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(bench, "_generate", generate)
+    monkeypatch.setattr(bench, "generate_greedily", generate)
     monkeypatch.setattr(bench, "_make_cache", lambda *args: None)
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=8), device=torch.device("cpu"))
     for name in ("static", "dynamic"):

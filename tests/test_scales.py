@@ -109,7 +109,8 @@ def test_float16_near_its_limit_comes_back_finite():
     for name in ("nvfp4-plain", "block-fp4", "fp8"):
         for got in read_back(get_recipe(name), x):
             assert got.dtype == torch.float16 and bool(got.isfinite().all())
-            assert float((got.double() / x.double() - 1).abs().max()) < 0.26
+            # The largest float16 is 9.2 % above the least of these; a scale rounded down takes 1/16.
+            assert float((got.double() / x.double() - 1).abs().max()) < 0.092
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-plain", "fp8"])

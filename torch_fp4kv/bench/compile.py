@@ -20,10 +20,9 @@ import torch
 
 from .. import demo
 from ..console import heading, table
-from ..evaluation import scoring
 from ..recipe import get_recipe
 from ..startup import graph_counts
-from .models import SHAPES, Clock, load_model, prompt_ids
+from .models import SHAPES, Clock, generate_greedily, load_model, prompt_ids
 from .results import cell, environment, write_csv
 
 STARTS = ("cold", "warm")
@@ -92,18 +91,8 @@ def measure(name: str, args: argparse.Namespace) -> Start:
     model = demo.load(Path(args.model), device)[0] if args.model else load_model(args, device, tokens)
     ids = prompt_ids(model, 1, args.prompt)
     clock = Clock()
-    options = {scoring.cache_argument(model.forward): NVFP4Cache(model.config, tokens, recipe=args.recipe)}
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=args.new_tokens,
-        min_new_tokens=args.new_tokens,
-        do_sample=False,
-        pad_token_id=0,
-        streamer=clock,
-        compile_config=demo.compile_config(device),
-        **options,
-    )
+    cache = NVFP4Cache(model.config, tokens, recipe=args.recipe)
+    generate_greedily(model, ids, cache, args.new_tokens, clock, compile_config=demo.compile_config(device))
     _prompt, first, second, *later = clock.times
     steps = [(b - a) * 1e3 for a, b in zip([second, *later], later)]
     return Start(name, second - first, statistics.median(steps[-8:]), *graph_counts())

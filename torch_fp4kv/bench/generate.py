@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ..console import heading, table
 from ..evaluation.peers import PEERS
-from ..evaluation.scoring import cache_argument
 from ..recipe import get_recipe
-from .models import SHAPES, Clock, batches_of, load_model, prompt_ids
+from .models import SHAPES, Clock, batches_of, generate_greedily, load_model, prompt_ids
 from .results import cell, environment, write_csv
 
 ORDINARY = ("static", "dynamic")
@@ -177,7 +176,9 @@ def _measure(
         ids = prompt_ids(model, batch, prompt)
         cache = _make_cache(model, name, length)
         start = time.perf_counter()
-        out = _generate(model, ids, cache, CHECKED_TOKENS, None, return_dict_in_generate=True, output_logits=True)
+        out = generate_greedily(
+            model, ids, cache, CHECKED_TOKENS, None, return_dict_in_generate=True, output_logits=True
+        )
         checked = Checked(torch.stack(out.logits).double().cpu(), out.sequences[:, prompt:].T.cpu())
         row.warm_up_s = time.perf_counter() - start
         row.logits_error = logits_error(checked, checked if expected is None else expected)
@@ -190,7 +191,7 @@ def _measure(
             cache = _make_cache(model, name, length)
         clock = Clock()
         start = time.perf_counter()
-        _generate(model, ids, cache, new_tokens, clock)
+        generate_greedily(model, ids, cache, new_tokens, clock)
         first, *later = clock.times[1:]
         steps = [(b - a) * 1e3 for a, b in zip([first, *later], later)]
         row.first_token_ms = (first - start) * 1e3
@@ -230,7 +231,7 @@ def _largest_batch(model: Any, name: str, batch: int, prompt: int) -> int:
         try:
             cache = _make_cache(model, name, prompt + 16)
             ids = prompt_ids(model, rows, tokens)
-            _generate(model, ids, cache, 2, None, disable_compile=True, prefill_chunk_size=CHUNK)
+            generate_greedily(model, ids, cache, 2, None, disable_compile=True, prefill_chunk_size=CHUNK)
             return True
         except torch.OutOfMemoryError:
             return False
@@ -245,20 +246,6 @@ def _largest_batch(model: Any, name: str, batch: int, prompt: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _generate(model: Any, ids: Tensor, cache: Any, new_tokens: int, streamer: Any, **options: Any) -> Any:
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
-        do_sample=False,
-        pad_token_id=0,
-        streamer=streamer,
-        **{cache_argument(model.forward): cache},
-        **options,
-    )
 
 
 def _nbytes(cache: Any) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..evaluation.scoring import cache_argument
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
         "model_type": "llama",
@@ -95,3 +97,18 @@ def prompt_ids(model: Any, batch: int, prompt: int) -> Tensor:
     """`[batch, prompt]` tokens, the same in every run."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.vocab_size, (batch, prompt), generator=generator).to(model.device)
+
+
+def generate_greedily(model: Any, ids: Tensor, cache: Any, new_tokens: int, streamer: Any, **options: Any) -> Any:
+    """`new_tokens` tokens of `model.generate` after prompt `ids` `[B, L]`, no fewer; `streamer` may be None."""
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        streamer=streamer,
+        **{cache_argument(model.forward): cache},
+        **options,
+    )

@@ -25,8 +25,10 @@ ORDINARY = ("static", "dynamic")
 """Transformers' caches in full precision."""
 CHECKED_TOKENS = 4
 """New tokens whose logits are compared before anything is timed."""
-LARGEST_ERROR = 0.5
-"""A cache whose logits are further from the first cache's is not timed; those of other tokens would be 1.4 away."""
+LARGEST_ERROR = 0.2
+"""A cache of ours whose logits are further from those of its own dequantised tensors is not timed. Random BF16 layers,
+32 of them, make 0.05 of the order that sums are taken in, and 0.5 to 0.8 of FP4 itself: too near the 1.4 of other
+tokens to compare with full precision."""
 CHUNK = 512
 """Tokens of a prompt that are prefilled at once where the largest batch is looked for."""
 
@@ -97,10 +99,8 @@ def run(args: argparse.Namespace) -> int:
     constants = {"model": args.model or args.shape, "layers": str(model.config.num_hidden_layers), **environment()}
     try:
         for batch, prompt in runs:
-            expected: Checked | None = None
             for name in args.caches:
-                row, checked = _measure(model, name, args.attention, batch, prompt, args.new_tokens, expected)
-                expected = checked if expected is None else expected
+                row = _measure(model, name, args.attention, batch, prompt, args.new_tokens)
                 if args.largest_batch and not row.failed:
                     row.largest_batch = _largest_batch(model, name, batch, prompt)
                 rows.append(row)
@@ -141,6 +141,10 @@ def break_even(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def _is_ours(name: str) -> bool:
+    return name not in (*ORDINARY, *PEERS)
+
+
 def _make_cache(model: Any, name: str, length: int) -> Any:
     """The cache called `name` for `length` tokens a row."""
     from transformers import DynamicCache, QuantizedCache, StaticCache
@@ -156,34 +160,34 @@ def _make_cache(model: Any, name: str, length: int) -> Any:
     return NVFP4Cache(model.config, length, recipe=name)
 
 
-def _measure(
-    model: Any, name: str, attention: str, batch: int, prompt: int, new_tokens: int, expected: Checked | None
-) -> tuple[Row, Checked | None]:
-    from .. import NVFP4Cache, register_attention
+def _measure(model: Any, name: str, attention: str, batch: int, prompt: int, new_tokens: int) -> Row:
+    from .. import register_attention
 
     register_attention()
     length = prompt + new_tokens
-    ours = name not in (*ORDINARY, *PEERS)
+    ours = _is_ours(name)
     row = Row(name, attention if ours else "sdpa", batch, prompt, new_tokens)
     on_gpu = model.device.type == "cuda"
     cache = None
     try:
         torch._dynamo.reset()
         _collect()
+        ids = prompt_ids(model, batch, prompt)
+        expected = _dequantized_logits(model, name, ids, length) if ours else None
+        _collect()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         model.set_attn_implementation(row.attention)
-        ids = prompt_ids(model, batch, prompt)
         cache = _make_cache(model, name, length)
         start = time.perf_counter()
-        out = generate_greedily(
-            model, ids, cache, CHECKED_TOKENS, None, return_dict_in_generate=True, output_logits=True
-        )
-        checked = Checked(torch.stack(out.logits).double().cpu(), out.sequences[:, prompt:].T.cpu())
+        checked = _first_logits(model, ids, cache)
         row.warm_up_s = time.perf_counter() - start
-        row.logits_error = logits_error(checked, checked if expected is None else expected)
-        if not row.logits_error <= LARGEST_ERROR:
-            raise ValueError(f"its logits are {row.logits_error:.3g} away from the first cache's: not timed")
+        if expected is not None:
+            row.logits_error = logits_error(checked, expected)
+            if not row.logits_error <= LARGEST_ERROR:
+                raise ValueError(
+                    f"its logits are {row.logits_error:.3g} away from those of its dequantised tensors: not timed"
+                )
         if ours or name == "static":
             # The addresses that compiled code has captured.
             cache.reset()
@@ -198,19 +202,34 @@ def _measure(
         row.token_p50_ms = statistics.median(steps)
         row.token_p95_ms = statistics.quantiles(steps, n=20)[-1] if len(steps) > 1 else steps[0]
         row.tokens_per_s = batch * 1e3 / row.token_p50_ms
-        if isinstance(cache, NVFP4Cache):
+        if ours:
             row.cache_bytes = cache.nbytes()
         elif name not in PEERS:
             row.cache_bytes = _nbytes(cache)
         if on_gpu:
             row.peak_bytes = torch.cuda.max_memory_allocated()
-        return row, checked
     except Exception as error:
         row.failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        return row, None
     finally:
         del cache
         _collect()
+    return row
+
+
+def _first_logits(model: Any, ids: Tensor, cache: Any, **options: Any) -> Checked:
+    out = generate_greedily(
+        model, ids, cache, CHECKED_TOKENS, None, return_dict_in_generate=True, output_logits=True, **options
+    )
+    return Checked(torch.stack(out.logits).double().cpu(), out.sequences[:, ids.shape[1] :].T.cpu())
+
+
+def _dequantized_logits(model: Any, recipe: str, ids: Tensor, length: int) -> Checked:
+    """What PyTorch's attention makes of the dequantised tensors of a cache like the one that is measured."""
+    from .. import NVFP4Cache
+
+    model.set_attn_implementation("sdpa")
+    cache = NVFP4Cache(model.config, length, recipe=recipe, materialize=True)
+    return _first_logits(model, ids, cache, disable_compile=True)
 
 
 def logits_error(found: Checked, expected: Checked) -> float:
@@ -223,7 +242,7 @@ def logits_error(found: Checked, expected: Checked) -> float:
 def _largest_batch(model: Any, name: str, batch: int, prompt: int) -> int:
     """The most rows, to within a sixteenth, whose prompts, prefilled in chunks, and two tokens more fit the device;
     `batch` do. Where the cache is allocated at once every chunk takes the same memory, so that two of them tell."""
-    allocated_at_once = name == "static" or name not in (*ORDINARY, *PEERS)
+    allocated_at_once = name == "static" or _is_ours(name)
     tokens = min(prompt, 2 * CHUNK) if allocated_at_once else prompt
 
     def fits(rows: int) -> bool:
@@ -259,7 +278,7 @@ def _collect() -> None:
 
 
 def _print(rows: list[Row]) -> None:
-    heading("Caches side by side (times in ms; the error is that of the first tokens' logits to the first row's)")
+    heading("Caches side by side (times in ms; the error: logits to those of dequantised tensors)")
     names = [f.name for f in fields(Row) if f.name != "failed"]
     cells = [[cell(getattr(row, name)) for name in names] + [row.failed] for row in rows]
     table([[*names, "failed"], *cells])

@@ -171,6 +171,8 @@ PREFILLS: dict[str, dict[str, Any]] = {
     "soft-cap": {"softcap": 5.0, "new": True},
     "padded queries": {"q_lengths": (20, 3), "new": True},
     "80 and 96": {"head_dim": 80, "v_head_dim": 96, "new": True},
+    "64 and 128": {"head_dim": 64, "v_head_dim": 128, "new": True},
+    "192 and 128": {"head_dim": 192, "v_head_dim": 128, "lengths": (250, 33), "capacity": 256, "new": True},
     "no group": {"heads": 2, "new": True},
     "first chunk": {"lengths": (20, 20), "new": True},
     "ring of storage": {"lengths": (300, 150), "new": True, "window": 100},

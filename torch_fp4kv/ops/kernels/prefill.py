@@ -647,7 +647,7 @@ def _run_rows(
     }
     block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
     config = _config(max(block_d, block_dv), num_queries * call.group)
-    blocks_a_token = min(head_dim, v_head_dim) // 16
+    blocks_a_token = max(head_dim, v_head_dim) // 16
     for slab in range(0, most, slab_tokens):
         tokens = min(most - slab, slab_tokens)
         stage_kernel[(triton.cdiv(tokens, STAGE_BLOCKS // blocks_a_token), batch * heads, 2)](

@@ -80,8 +80,16 @@ def call_it_another_format(tensors, metadata):
     metadata["format"] = "pt"
 
 
+def say_k_is_not_rotated(tensors, metadata):
+    metadata["header"] = metadata["header"].replace('"rotated": true', '"rotated": false')
+
+
+def leave_out_the_header(tensors, metadata):
+    del metadata["header"]
+
+
 def call_it_newer(tensors, metadata):
-    metadata["header"] = metadata["header"].replace('"version": 3', '"version": 4')
+    metadata["version"] = "5"
 
 
 @pytest.mark.parametrize(
@@ -89,8 +97,10 @@ def call_it_newer(tensors, metadata):
     [
         (flip_a_bit, "altered"),
         (drop_a_tensor, "altered"),
+        (say_k_is_not_rotated, "altered"),
+        (leave_out_the_header, "altered"),
         (call_it_another_format, "holds no saved cache"),
-        (call_it_newer, "version 4; this package reads version 3"),
+        (call_it_newer, "version 5; this package reads version 4"),
     ],
 )
 def test_a_file_that_is_not_a_saved_cache_is_refused_and_nothing_changes(model, tmp_path, change, message):
@@ -131,6 +141,18 @@ def test_a_cache_of_another_geometry_is_refused(model, tmp_path, make, message):
 def test_an_empty_cache_cannot_be_saved(model, tmp_path):
     with pytest.raises(ValueError, match="nothing to save"):
         NVFP4Cache(model.config, 64).save(tmp_path / "cache.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tokens", [1, 30], ids=["a later call", "the first"])
+def test_a_cache_whose_layers_differ_is_not_saved(model, tmp_path, monkeypatch, tokens):
+    """Loaded, it would no longer say so."""
+    cache = NVFP4Cache(model.config, 64) if tokens == 30 else prefilled(model)
+    with monkeypatch.context() as patch, pytest.raises(KeyError), torch.no_grad():
+        patch.setattr(model.model.layers[0].mlp, "forward", lambda x: {}["interrupted"])
+        model(prompt(tokens=tokens), past_key_values=cache)
+    with pytest.raises(RuntimeError, match="ended halfway"):
+        cache.save(tmp_path / "cache.safetensors")
     assert not list(tmp_path.iterdir())
 
 

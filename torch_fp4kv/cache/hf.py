@@ -347,6 +347,7 @@ class NVFP4Cache(Cache):
 
         Raises:
             ValueError: nothing has been stored yet.
+            RuntimeError: an earlier call ended halfway, so that layers differ.
         """
         serialize.save(self, path)
 

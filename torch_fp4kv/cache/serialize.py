@@ -1,7 +1,7 @@
 """A cache as one safetensors file: what is stored, to the bit, without pickling.
 
 Tensors are named `layers.<i>.<name>` and `positions.<ring size>.<name>`; data and scales hold the tokens in use only.
-The file's metadata has format, version, geometry, recipes and a SHA-256 over all tensor bytes.
+The file's metadata has format, version, a header (geometry, recipes) and a SHA-256 over the header and all tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .hf import NVFP4Cache
 
 FORMAT = "torch_fp4kv.cache"
-VERSION = 3
+VERSION = 4
 
 _TOKEN_TENSORS = ("k_data", "k_scales", "v_data", "v_scales")
 
@@ -33,6 +33,7 @@ def save(cache: NVFP4Cache, path: str | Path) -> None:
 
     Raises:
         ValueError: nothing has been stored yet.
+        RuntimeError: an earlier call ended halfway, so that layers differ.
     """
     from safetensors.torch import save_file
 
@@ -40,6 +41,8 @@ def save(cache: NVFP4Cache, path: str | Path) -> None:
     stored = [(i, layer) for i, layer in enumerate(cache.layers) if not layer.storage.empty]
     if not stored:
         raise ValueError("nothing to save: the cache has stored no tokens")
+    for row in cache.rows:
+        cache.check_whole(row)
     batch = stored[0][1].batch_size
     tensors: dict[str, Tensor] = {}
     for i, layer in stored:
@@ -56,11 +59,12 @@ def save(cache: NVFP4Cache, path: str | Path) -> None:
         str(i): {"dtype": str(layer.dtype).removeprefix("torch."), "rotated": layer.storage.rotated}
         for i, layer in stored
     }
-    header = {"version": VERSION, **_geometry(cache), "layers": layers, "sha256": _digest(tensors)}
+    header = json.dumps({**_geometry(cache), "layers": layers})
+    metadata = {"format": FORMAT, "version": str(VERSION), "header": header, "sha256": _digest(header, tensors)}
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     try:
-        save_file(tensors, partial, metadata={"format": FORMAT, "header": json.dumps(header)})
+        save_file(tensors, partial, metadata=metadata)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -84,9 +88,7 @@ def load(cache: NVFP4Cache, path: str | Path, device: torch.device | str | None 
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-    header = _header(path, metadata)
-    if header["sha256"] != _digest(tensors):
-        raise ValueError(f"{path} was altered: its tensors do not have the checksum it was saved with")
+    header = _header(path, metadata, tensors)
     for key, value in _geometry(cache).items():
         if header[key] != value:
             raise ValueError(f"{path} does not go with this cache: its {key} is {header[key]}, the cache's {value}")
@@ -101,12 +103,15 @@ def load(cache: NVFP4Cache, path: str | Path, device: torch.device | str | None 
             positions.restore({name: tensors[f"positions.{positions.ring}.{name}"] for name, _ in positions.tensors()})
 
 
-def _header(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
+def _header(path: str | Path, metadata: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} holds no saved cache: its format is {metadata.get('format')!r}, not {FORMAT!r}")
-    header: dict[str, Any] = json.loads(metadata["header"])
-    if header["version"] != VERSION:
-        raise ValueError(f"{path} is of version {header['version']}; this package reads version {VERSION}")
+    if metadata.get("version") != str(VERSION):
+        raise ValueError(f"{path} is of version {metadata.get('version')}; this package reads version {VERSION}")
+    text = metadata.get("header", "")
+    if metadata.get("sha256") != _digest(text, tensors):
+        raise ValueError(f"{path} was altered: header and tensors do not have the checksum they were saved with")
+    header: dict[str, Any] = json.loads(text)
     return header
 
 
@@ -125,8 +130,8 @@ def _tokens_used(layer: Any) -> int:
     return min(int(layer.positions.lengths.max()), layer.storage.tokens)
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def _digest(header: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(header.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -213,6 +213,33 @@ def test_another_batch_on_a_cache_in_use_is_refused(model):
         model(prompt(batch=3, tokens=1), past_key_values=cache)
 
 
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        ([0, 1], IndexError, r"rows must lie in \[0, 1\), got \[0, 1\]; nothing was changed"),
+        ([-1], IndexError, r"got \[-1\]"),
+        ([0.0], TypeError, "vector of integers"),
+        ([True, False], TypeError, "a bool for each of 1 rows"),
+        ([[0]], TypeError, "vector of integers"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("operation", ["batch_select_indices", "reorder_cache"])
+def test_rows_that_are_not_there_are_refused_and_nothing_changes(model, operation, rows, error, message):
+    """Buffers have a second row still, of an earlier prompt."""
+    cache, more = prefilled(model, prompt(), 64, "nvfp4"), prompt(batch=1, tokens=3, seed=5)
+    cache.reset()
+    with torch.no_grad():
+        model(prompt(batch=1), past_key_values=cache)
+    with pytest.raises(error, match=message):
+        getattr(cache, operation)(torch.tensor(rows))
+    with pytest.raises(ValueError, match="repeats must be positive, got 0"):
+        cache.batch_repeat_interleave(0)
+    cache.batch_select_indices([0])
+    want = steps(model, prefilled(model, prompt(batch=1), 64, "nvfp4"), more)
+    assert torch.equal(steps(model, cache, more), want)
+
+
 @pytest.mark.parametrize(("heads", "size"), [(3, 64), (2, 32)])
 def test_other_heads_or_sizes_are_refused_before_anything_is_written(model, heads, size):
     cache = prefilled(model, prompt(), 64, "nvfp4")

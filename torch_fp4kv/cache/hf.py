@@ -210,12 +210,10 @@ class NVFP4Layer(CacheLayerMixin):
         """Keeps rows `indices` (int64), in that order."""
         if self.positions is None:
             return
-        indices = torch.as_tensor(indices, device=self.device)
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().squeeze(-1)
-        self.storage.select(indices)
+        indices = indices.to(self.device)
+        self.storage.select(indices, self.batch_size)
         if self.leads:
-            self.positions.select(indices)
+            self.positions.select(indices, self.batch_size)
         self.batch_size = self.storage.batch_size
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -466,17 +464,35 @@ class NVFP4Cache(Cache):
             super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes the old row `beam_idx[i]`."""
-        with self.changing():
-            super().reorder_cache(beam_idx)
+        """Row i becomes the old row `beam_idx[i]`; errors as in `batch_select_indices`."""
+        self.batch_select_indices(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps rows `indices` (int64), in that order."""
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
+        """Keeps rows `indices` (integers, or a bool for each row), in that order.
+
+        Raises:
+            IndexError: a row is not there. (Indices on a GPU are not looked at; there it is a device-side assert.)
+            TypeError: `indices` are no integers.
+        """
+        indices = self._row_indices(indices)
         with self.changing():
             super().batch_select_indices(indices)
 
+    def _row_indices(self, indices: Tensor | Sequence[int]) -> Tensor:
+        indices = torch.as_tensor(indices)
+        rows = next((layer.batch_size for layer in self.layers if layer.is_initialized), 0)
+        if indices.dtype == torch.bool and len(indices) == rows:
+            indices = indices.nonzero().squeeze(-1)
+        if indices.dtype not in (torch.int32, torch.int64) or indices.ndim != 1:
+            raise TypeError(f"rows must be a vector of integers, or a bool for each of {rows} rows, got {indices}")
+        on_host = indices.device.type == "cpu" and not torch.compiler.is_compiling()
+        if rows and on_host and not bool(((indices >= 0) & (indices < rows)).all()):
+            raise IndexError(f"rows must lie in [0, {rows}), got {indices.tolist()}; nothing was changed")
+        return indices
+
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes `repeats` rows, next to each other."""
+        """Each row becomes `repeats` rows, next to each other; ValueError unless that is a positive number."""
+        checks.count(repeats, "repeats")
         with self.changing():
             super().batch_repeat_interleave(repeats)
 

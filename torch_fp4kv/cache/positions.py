@@ -229,10 +229,11 @@ class Positions:
         self._flag = None
         self._slots.clear()
 
-    def select(self, rows: Tensor) -> None:
-        """Keeps rows `rows` (int64 `[B']`), in that order; in place where the number of rows stays."""
+    def select(self, rows: Tensor, batch: int) -> None:
+        """Keeps rows `rows` (int64 `[B']`) of the first `batch`, in that order; in place where the number of rows
+        stays."""
         names = ("lengths", "starts", "held_from", "exact_from", "exact_before", "longest", "overflowed")
-        selected = {name: getattr(self, name).index_select(0, rows) for name in names}
+        selected = {name: getattr(self, name)[:batch].index_select(0, rows) for name in names}
         if len(rows) == self.batch_size:
             for name, new in selected.items():
                 getattr(self, name).copy_(new)

@@ -337,13 +337,14 @@ class LayerStorage:
             new[:, :, : self.tokens].copy_(getattr(self, name))
         self._replace(tokens=tokens, **grown)
 
-    def select(self, rows: Tensor) -> None:
-        """Keeps rows `rows` (int64 `[B']`), in that order; in place where the number of rows stays."""
+    def select(self, rows: Tensor, batch: int) -> None:
+        """Keeps rows `rows` (int64 `[B']`) of the first `batch`, in that order; in place where the number of rows
+        stays."""
         selected = {}
         for name in ROW_TENSORS:
             old = getattr(self, name)
             if old is not None:
-                selected[name] = old.index_select(0, rows.to(old.device))
+                selected[name] = old[:batch].index_select(0, rows.to(old.device))
         if len(rows) == self.batch_size:
             for name, new in selected.items():
                 getattr(self, name).copy_(new)

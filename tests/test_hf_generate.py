@@ -188,6 +188,9 @@ def test_buffers_serve_in_and_out_of_inference_mode(model, expected):
     with torch.inference_mode():
         cache.reset()
         assert torch.equal(run(model, "sdpa", cache), expected)
+        cache.reset()
+        twin = copy.deepcopy(cache)
+    assert torch.equal(run(model, "sdpa", twin), expected)
 
 
 def test_a_gradient_is_refused(model):

@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .buffers import allocate
+from .buffers import Buffers, allocate
 
 RING_SLACK = 16
 """Slots of an exact ring beyond the window, so that dropping up to as many tokens (speculative decoding) loses
 nothing."""
 
 
-class Positions:
+class Positions(Buffers):
     """Lengths, first visible positions and the exact window's start of each row, int32 `[B]` with fixed addresses.
 
     Args:

@@ -25,7 +25,7 @@ from ..ops.format.transform import KeyTransform
 from ..ops.statistics import block_amax, channel_means
 from ..recipe import LayerCalibration, Matrix, Recipe
 from ..scales import choose_global_scale, scale_without_clipping
-from .buffers import allocate
+from .buffers import Buffers, allocate
 from .positions import RING_SLACK, Positions
 
 MAX_DECODE_TOKENS = 16
@@ -44,7 +44,7 @@ def whole_tiles(tokens: int) -> int:
     return -(-tokens // 128) * 128
 
 
-class LayerStorage:
+class LayerStorage(Buffers):
     """K and V of one layer in the formats of a recipe.
 
     Attributes:

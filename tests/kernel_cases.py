@@ -134,8 +134,10 @@ def check_append(
         if exact:
             for name, d in (("k_exact", head_dim), ("v_exact", v_head_dim)):
                 given[name] = torch.full((rows + 1, heads, exact, d), 7.0, dtype=dtype, device=where)
-            given["exact_slots"] = torch.arange(rows * tokens).view(rows, tokens).remainder(exact - 1).to(where)
-            given["exact_slots"][:, 0] = exact - 1
+            # As a cache chooses them: each slot for one token at most, the last one for those that have none.
+            ring = torch.arange(rows * tokens).view(rows, tokens).remainder(exact - 1)
+            ring[:, : max(1, tokens - exact + 1)] = exact - 1
+            given["exact_slots"] = ring.to(where)
         storage = [None if s is None else s.to(where) for s in storage]
         inputs = [x if where == "cpu" else _same_layout(x, where) for x in (k, v)]
         run(

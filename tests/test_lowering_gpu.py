@@ -132,8 +132,8 @@ def test_rope_and_append_of_a_decode_step_are_one_launch(batch: int, backend: An
         assert torch.equal(have, want)
 
 
-@pytest.mark.parametrize(("recipe", "expected"), [("nvfp4", 5), ("nvfp4-max", 5), ("nvfp4-plain", 4)])
-def test_launches_of_a_layer_after_that_of_its_positions(recipe: str, expected: int) -> None:
+@pytest.mark.parametrize(("recipe", "count"), [("nvfp4", 5), ("nvfp4-max", 5), ("nvfp4-plain", 4)])
+def test_launches_of_a_layer_after_that_of_its_positions(recipe: str, count: int) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     order = torch.stack([torch.randperm(128) for _ in range(8)])
@@ -164,7 +164,7 @@ def test_launches_of_a_layer_after_that_of_its_positions(recipe: str, expected: 
     for kernel in ("decode_kernel", "merge_kernel"):
         assert sum(name.startswith(kernel) for name in names) == 1, names
     assert sum("append" in name for name in names) == 1, names
-    assert len(names) == 1 + expected, names
+    assert len(names) == 1 + count, names
 
 
 def test_slot_out_of_range_is_clamped_and_the_device_lives_on() -> None:

@@ -229,6 +229,57 @@ def test_steps_that_cannot_be_are_refused_and_change_nothing(model):
     assert pool.batch.layers[0].positions.lengths.tolist() == [21, 0, 0]
 
 
+def test_a_row_that_waits_for_its_step_is_not_forked_or_prefilled(model):
+    """A fork would write its own next token over the row's, in the page that they share."""
+    model.set_attn_implementation("sdpa")
+    pool, expected = pool_for(model), pool_for(model)
+    for one in (pool, expected):
+        prefill(model, one, prompt(batch=1, tokens=20))
+    position_ids = pool.step([0])
+    assert torch.equal(position_ids, expected.step([0]))
+    for early in (lambda: pool.fork(0), lambda: model(prompt(batch=1, tokens=3), past_key_values=pool.row(0))):
+        with pytest.raises(RuntimeError, match="step made room for a token of row 0"), torch.no_grad():
+            early()
+    batch = {"input_ids": torch.full((3, 1), 5), "position_ids": position_ids}
+    with torch.no_grad():
+        logits = [model(**batch, past_key_values=one.batch).logits[0] for one in (pool, expected)]
+    assert torch.equal(*logits)
+    assert pool.length(pool.fork(0)) == 21
+
+
+def test_a_page_that_an_abandoned_step_took_is_not_shared(model):
+    """The row's next token would lie where the fork's does."""
+    model.set_attn_implementation("sdpa")
+    pool = pool_for(model)
+    row, token = prefill(model, pool, prompt(batch=1, tokens=32))
+    pool.step([row])
+    pool.step([])
+    fork = pool.fork(row)
+    last = {row: token, fork: (token + 1) % 64}
+    decode(model, pool, last)
+    decode(model, pool, last)
+    assert last[row] == alone(model, prompt(batch=1, tokens=32), 3)[-1]
+    assert not set(pool._pages[row][2:]) & set(pool._pages[fork][2:])
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments"),
+    [
+        ("reset", ()),
+        ("crop", (-1,)),
+        ("reorder_cache", (torch.tensor([0]),)),
+        ("batch_select_indices", (torch.tensor([0]),)),
+        ("batch_repeat_interleave", (2,)),
+        ("offload", (0,)),
+    ],
+)
+def test_what_a_pool_does_not_do_is_named(model, operation, arguments):
+    pool = pool_for(model)
+    for cache in (pool.batch, pool.row(pool.admit())):
+        with pytest.raises(TypeError, match="come by admit and fork, go by free"):
+            getattr(cache, operation)(*arguments)
+
+
 def test_rows_of_another_number_are_refused_before_anything_is_taken(model):
     model.set_attn_implementation("sdpa")
     pool = pool_for(model)

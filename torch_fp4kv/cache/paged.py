@@ -9,7 +9,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -204,11 +204,14 @@ class PagedNVFP4Cache:
         """A new sequence with the tokens of `row`: pages are shared, and copied only where one of the two writes.
 
         Raises:
-            RuntimeError: all rows are in use, or a call of the model with `row` ended halfway.
+            RuntimeError: all rows are in use, a call of the model with `row` ended halfway, or `step` made room for its
+                next token and the model was not called yet.
         """
         self.check_whole(row)
         new = self.admit()
-        self._pages[new], self._lengths[new] = list(self._pages[row]), self._lengths[row]
+        length = self._lengths[row]
+        # A page that `step` made room in, and holds no token yet, is not shared.
+        self._pages[new], self._lengths[new] = self._pages[row][: -(-length // self.page_size)], length
         for page in self._pages[new]:
             self._references[page] += 1
         for positions in self._positions.values():
@@ -222,7 +225,10 @@ class PagedNVFP4Cache:
         return new
 
     def row(self, row: int) -> Cache:
-        """A cache of batch size 1 for the next tokens of sequence `row`: its prompt, or a chunk of it."""
+        """A cache of batch size 1 for the next tokens of sequence `row`: its prompt, or a chunk of it.
+
+        A call of the model with it raises RuntimeError where `fork` does.
+        """
         self._check_row(row)
         return _PagedBatch(self, row)
 
@@ -288,8 +294,11 @@ class PagedNVFP4Cache:
         return self._positions[LayerStorage.ring_size(self.layers[index].recipe)]
 
     def check_whole(self, row: int) -> None:
-        """Raises ValueError if `row` is not in use, and RuntimeError if its layers hold different tokens."""
+        """Raises ValueError if `row` is not in use, and RuntimeError if its layers hold different tokens or `step` has
+        made room for one that is yet to come."""
         self._check_row(row)
+        if self._stepped and row in self._stepping:
+            raise RuntimeError(f"step made room for a token of row {row}: call the model with the batch first")
         if row in self._unfinished or (self._storing and row in self._stepping):
             raise RuntimeError(f"a call of the model with row {row} ended halfway, and its layers differ: free it")
 
@@ -429,6 +438,15 @@ class _PagedLayer(CacheLayerMixin):
                 pool._unfinished.discard(self.row)
         batch = key_states.shape[0]
         return KVHandle(update, batch, is_key=True), KVHandle(update, batch, is_key=False)
+
+    def reset(self, *args: Any) -> NoReturn:
+        """Refuses: sequences of a pool come by `admit` and `fork`, go by `free`, and stay in their rows."""
+        raise TypeError(
+            "sequences of a pool come by admit and fork, go by free, and stay in their rows: it takes no reset, crop, "
+            "reordering, selection or offloading; NVFP4Cache does"
+        )
+
+    crop = reorder_cache = batch_select_indices = batch_repeat_interleave = offload = reset
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """`(columns, offset)` of a mask: a column for each position a sequence can have."""

@@ -103,6 +103,24 @@ def test_padding_on_the_left_needs_no_dense_mask_under_fp4kv(model, monkeypatch)
     assert cache.layers[0].positions.starts.tolist() == [7, 0]
 
 
+@CAPACITIES
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 30), torch.ones(2, 30).index_fill(1, torch.tensor([9]), 0)])
+def test_padding_of_a_call_that_failed_is_not_that_of_the_next(model, capacity, mask):
+    model.set_attn_implementation("fp4kv")
+    cache, padded = NVFP4Cache(model.config, capacity, "bf16"), torch.ones(2, 30, dtype=torch.long)
+    padded[0, :7] = 0
+    with torch.no_grad():
+        for _ in range(2):
+            model(prompt(), past_key_values=cache)
+            cache.reset()
+        with pytest.raises(RuntimeError, match="for inference"), torch.enable_grad():
+            model(prompt(), attention_mask=padded, past_key_values=cache)
+        got = model(prompt(), attention_mask=mask, past_key_values=cache).logits
+        want = model(prompt(), attention_mask=mask).logits
+    assert cache.layers[0].positions.starts.tolist() == [0, 0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_padding_in_the_middle_keeps_the_mask_under_fp4kv(model):
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[0, 10:14] = 0
@@ -344,6 +362,9 @@ def test_cache_implementation_static_can_be_this_cache(model):
         assert isinstance(generate()[1], DynamicCache)
         with pytest.raises(ValueError, match="not 'offloaded_static'"):
             generate(cache_implementation="offloaded_static")
+        with as_static_cache(torch.compile(model), "fp8"):
+            assert generate(cache_implementation="static")[1].recipe == get_recipe("fp8")
+        assert generate(cache_implementation="static")[1].recipe == get_recipe("nvfp4")
     assert isinstance(generate(cache_implementation="static")[1], StaticCache)
     with as_static_cache(model, "nvfp4", exact_window=0):
         assert generate(cache_implementation="static")[1].recipe.exact_window == 0

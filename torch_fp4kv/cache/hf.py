@@ -270,6 +270,9 @@ class NVFP4Cache(Cache):
         self.recipe = get_recipe(recipe, **overrides)
         self.materialize = materialize
         self._starts: Tensor | None = None
+        # Padding that was found in a call's mask, not said by `set_padding`, is that call's alone: the next one forgets
+        # it if this one tried to store its first tokens and did not.
+        self._padding_noted = self._padding_tried = False
         self._positions: dict[tuple[torch.device, int], Positions] = {}
         self._saturation_reported = False
         self.damaged = False
@@ -382,6 +385,7 @@ class NVFP4Cache(Cache):
         if bool((visible != (index >= starts[:, None])).any()):
             raise ValueError("set_padding takes padding on the left only; a row of the mask has a 0 after a 1")
         self._starts = starts
+        self._padding_noted = self._padding_tried = False
         for positions in self._positions.values():
             self._apply_padding(positions)
 
@@ -403,6 +407,11 @@ class NVFP4Cache(Cache):
         True without a mask, and for one that hides the padding on the left of the prompt and nothing else; that of an
         empty cache is noted. A mask is read on the host, so compiled code keeps its mask.
         """
+        if not torch.compiler.is_compiling() and self._padding_tried and self.is_empty:
+            self._starts = None
+            self._padding_noted = self._padding_tried = False
+            for positions in self._positions.values():
+                positions.set_starts(torch.zeros_like(positions.starts))
         if attention_mask is None:
             return True
         if torch.compiler.is_compiling():
@@ -416,6 +425,7 @@ class NVFP4Cache(Cache):
             self.set_padding(attention_mask)
         except ValueError:
             return False
+        self._padding_noted = True
         return True
 
     @property
@@ -427,11 +437,14 @@ class NVFP4Cache(Cache):
         """Empties the cache; buffers and their addresses stay, scales are chosen anew."""
         super().reset()
         self._starts = None
+        self._padding_noted = self._padding_tried = False
         self.damaged = False
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """As `NVFP4Layer.update`, for layer `layer_idx`."""
         attention_interface.note_cache(None)
+        if not torch.compiler.is_compiling():
+            self._padding_tried = self._padding_noted
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

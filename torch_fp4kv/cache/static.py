@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 from transformers import EncoderDecoderCache
@@ -30,20 +31,25 @@ def as_static_cache(model: Any, recipe: str | Recipe = "nvfp4", **overrides: Any
         raise TypeError(
             "this model, or this version of transformers, has no _prepare_static_cache: pass a cache instead"
         )
+    # Of a wrapper, the model that it hands the call to.
+    owner = prepare.__self__
+    before = vars(owner).get("_prepare_static_cache")
 
-    def prepare_fp4(cache_implementation: str, prefill_chunk_size: int | None, **options: Any) -> Any:
+    def prepare_fp4(self: Any, cache_implementation: str, prefill_chunk_size: int | None, **options: Any) -> Any:
         if cache_implementation != "static":
             raise ValueError(f'as_static_cache serves cache_implementation="static", not {cache_implementation!r}')
         theirs = prepare(cache_implementation=cache_implementation, prefill_chunk_size=None, **options)
         if not isinstance(theirs, EncoderDecoderCache):
-            return NVFP4Cache(model.config, theirs.get_max_length(), recipe, **overrides)
+            return NVFP4Cache(self.config, theirs.get_max_length(), recipe, **overrides)
         parts = (theirs.self_attention_cache, theirs.cross_attention_cache)
         return EncoderDecoderCache(
-            *(NVFP4Cache(model.config, part.get_max_length(), recipe, **overrides) for part in parts)
+            *(NVFP4Cache(self.config, part.get_max_length(), recipe, **overrides) for part in parts)
         )
 
-    model._prepare_static_cache = prepare_fp4
+    owner._prepare_static_cache = MethodType(prepare_fp4, owner)
     try:
         yield
     finally:
-        del model._prepare_static_cache
+        del owner._prepare_static_cache
+        if before is not None:
+            owner._prepare_static_cache = before

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 
@@ -458,6 +459,11 @@ FAULTS = {
     "duplicated": (lambda m: [*m, m[1]], "came twice: tokens 32 to 63"),
     "duplicated last": (lambda m: [*m, m[2]], "came twice: tokens 64 to 119"),
     "altered": (lambda m: alter_payload(m) or m, "were altered"),
+    "cut off": (lambda m: [*m[:2], Blocks(m[2].header, m[2].payload[:-3])], "were altered: a payload of uint8"),
+    "with more behind": (lambda m: [*m[:2], Blocks(m[2].header, F.pad(m[2].payload, (0, 8)))], "were altered: a pay"),
+    "not of bytes": (lambda m: [*m[:2], Blocks(m[2].header, m[2].payload.view(torch.int64))], "were altered: a pay"),
+    "without a checksum": (lambda m: m[1].header.pop("sha256") and m, "were altered"),
+    "without a version": (lambda m: m[1].header.pop("version") and m, "of version None"),
     "in another order": (lambda m: swap_words(m) or m, "were altered"),
     "header altered": (lambda m: alter_header(m) or m, "were altered"),
     "newer": (lambda m: call_it_newer(m) or m, "of version 3; this package reads version 2"),
@@ -475,6 +481,13 @@ def test_messages_that_are_not_all_there_change_nothing(model, change, message):
         import_blocks(cache, change(parts(prefilled(model))))
     assert cache.is_empty
     assert all(torch.equal(t, before[name]) for name, t in cache.layers[0].storage.tensors())
+
+
+def test_a_payload_may_begin_anywhere(model):
+    cache, other = prefilled(model), NVFP4Cache(model.config, 128)
+    blocks = export_blocks(cache, "a")
+    import_blocks(other, Blocks(blocks.header, F.pad(blocks.payload, (3, 0))[3:]))
+    assert torch.equal(decode(model, other), decode(model, cache))
 
 
 def test_messages_of_another_hand_over_are_refused(model):

@@ -54,17 +54,22 @@ class Blocks:
         header = dict(self.header)
         if header.get("format") != FORMAT:
             raise ValueError(f"not blocks of a cache: the header's format is {header.get('format')!r}, not {FORMAT!r}")
-        if header["version"] != VERSION:
-            raise ValueError(f"blocks of version {header['version']}; this package reads version {VERSION}")
-        if header.pop("sha256") != _digest(header) or header["checksum"] != _checksum(self.payload):
-            raise ValueError(
-                f"blocks of {header['transfer']!r} were altered: they do not have the checksum they left with"
-            )
+        if header.get("version") != VERSION:
+            raise ValueError(f"blocks of version {header.get('version')}; this package reads version {VERSION}")
+        altered = f"blocks of {header.get('transfer')!r} were altered: "
+        if header.pop("sha256", None) != _digest(header):
+            raise ValueError(altered + "their header does not have the checksum it left with")
+        sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in header["tensors"]]
+        nbytes, payload = sum(size + -size % _WORD for size in sizes), self.payload
+        if payload.dtype != torch.uint8 or list(payload.shape) != [nbytes]:
+            raise ValueError(altered + f"a payload of uint8 [{nbytes}] is {payload.dtype} {list(payload.shape)}")
+        if payload.storage_offset() % _WORD:
+            payload = payload.clone()
+        if header["checksum"] != _checksum(payload):
+            raise ValueError(altered + "their payload does not have the checksum it left with")
         found, at = {}, 0
-        for name, dtype, shape in header["tensors"]:
-            dtype = getattr(torch, dtype)
-            size = math.prod(shape) * dtype.itemsize
-            found[name] = self.payload[at : at + size].view(dtype).view(shape)
+        for (name, dtype, shape), size in zip(header["tensors"], sizes):
+            found[name] = payload[at : at + size].view(getattr(torch, dtype)).view(shape)
             at += size + -size % _WORD
         return found
 

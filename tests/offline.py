@@ -15,9 +15,10 @@ SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel: its name, shared memory in bytes, and its instructions in order."""
+    """One compiled kernel: its name, the grid of the launch, shared memory in bytes, and its instructions in order."""
 
     name: str
+    grid: tuple[int, ...]
     shared: int
     instructions: list[str]
 
@@ -70,7 +71,8 @@ def launches(capability: int) -> Iterator[list[Compiled]]:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled.append(Compiled(self.fn.__name__, kernel.metadata.shared, _instructions(kernel.asm["sass"])))
+        instructions = _instructions(kernel.asm["sass"])
+        compiled.append(Compiled(self.fn.__name__, tuple(grid), kernel.metadata.shared, instructions))
         return kernel
 
     saved = triton.runtime.driver._active

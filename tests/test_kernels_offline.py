@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import offline
 import pytest
@@ -16,7 +17,7 @@ import torch
 from torch_fp4kv.ops.call import AttentionCall
 
 pytest.importorskip("triton")
-from torch_fp4kv.ops.kernels import append, prefill, quantize, statistics
+from torch_fp4kv.ops.kernels import append, decode, fallback, prefill, quantize, statistics
 from torch_fp4kv.ops.kernels.nvfp4 import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")
@@ -205,3 +206,44 @@ def test_prefill_options_compile(options: dict[str, Any]) -> None:
     with offline.launches(90) as compiled:
         prefill.run(dataclasses.replace(call(128, 512, False), **options))
     assert all(kernel.spills <= 20 for kernel in compiled)
+
+
+def test_only_the_first_axis_of_a_grid_grows_with_rows_and_heads() -> None:
+    """CUDA takes at most 65,535 programs along the others."""
+    rows, heads = 8_750, 8
+    data, scales = (x.expand(rows, -1, -1, -1).contiguous() for x in storage(heads, 64, 64))
+    stored = (data, scales, data, scales)
+    k = torch.empty(rows, heads, 64, 64, dtype=torch.bfloat16)
+    q, g = k[:, :, :1], torch.ones(())
+    row = torch.zeros(rows, dtype=torch.int32)
+    slots = torch.empty(rows * heads, 64, dtype=torch.int64)
+    decode_step = AttentionCall(q, *stored, g, g, row, k_bias=torch.empty(heads, 64))
+    one_gpu = mock.patch.multiple("torch.cuda", get_device_capability=lambda *_: (9, 0), device=mock.MagicMock())
+    with offline.launches(90) as compiled, one_gpu:
+        append.append(*stored, q, q, slots[:rows], g, g)
+        one_head = tuple(x.view(rows * heads, 1, 64, -1) for x in stored)
+        append.append(*one_head, k.view(-1, 1, 64, 64), k.view(-1, 1, 64, 64), slots, g, g)
+        quantize.dequantize(*quantize.quantize(k, g), g)
+        statistics.channel_sums(k, row)
+        statistics.block_amax(k, row, None, 0)
+        # Little storage: the workspace bounds the rows of a launch.
+        small = {name: getattr(decode_step, name)[:, :, :16] for name in ("k_data", "k_scales", "v_data", "v_scales")}
+        prefill.run(dataclasses.replace(decode_step, k_new=q, v_new=q, **small))
+        fallback.run(decode_step)
+        decode.run(decode_step)
+    names = [kernel.name for kernel in compiled]
+    assert sorted({*names}) == [
+        "append_kernel",
+        "attention_kernel",
+        "block_amax_kernel",
+        "decode_kernel",
+        "dequantize_kernel",
+        "merge_kernel",
+        "prefill_kernel",
+        "quantize_kernel",
+        "query_kernel",
+        "stage_kernel",
+        "sums_kernel",
+    ]
+    for kernel in compiled:
+        assert max(kernel.grid[1:], default=1) <= 65_535, kernel.name

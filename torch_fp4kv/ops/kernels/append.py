@@ -32,8 +32,9 @@ def _rows(tile, batch, length, TOKENS: tl.constexpr, SHORT: tl.constexpr, token)
         position = row - b * length
         valid = (token < TOKENS) & (b < batch)
     else:
-        b = tl.program_id(1)
-        position = tile * TOKENS + token
+        row_tiles = tl.cdiv(length, TOKENS)
+        b = (tile.to(tl.uint32) // row_tiles.to(tl.uint32)).to(tl.int32)
+        position = (tile - b * row_tiles) * TOKENS + token
         valid = (token < TOKENS) & (position < length)
     return b.to(tl.int64), position.to(tl.int64), valid
 
@@ -317,14 +318,14 @@ def append(
     few = (k.numel() + v.numel()) // 16 <= FEW_BLOCKS
     if few and max(head_dim, v_head_dim) <= 16 * SMALL_N:
         n, num_warps = SMALL_N, 1
-    # Rows shorter than a tile share tiles, else the second grid axis is the row.
+    # Rows shorter than a tile share tiles. The grid has one axis: CUDA takes at most 65,535 programs along others.
     k_tokens, v_tokens = n * 16 // head_dim, n * 16 // v_head_dim
     short = length < min(k_tokens, v_tokens)
     tokens, rows = (batch * length, 1) if short else (length, batch)
-    k_tiles = heads * triton.cdiv(tokens, k_tokens)
-    v_tiles = heads * triton.cdiv(tokens, v_tokens)
+    k_tiles = heads * rows * triton.cdiv(tokens, k_tokens)
+    v_tiles = heads * rows * triton.cdiv(tokens, v_tokens)
     with nvfp4.on_device(k):
-        append_kernel[(k_tiles + v_tiles, rows)](
+        append_kernel[(k_tiles + v_tiles,)](
             k,
             k.stride(),
             k_data,

@@ -97,7 +97,8 @@ def launch(
     others = [x for x in (call.k_exact, call.v_exact, call.k_new, call.v_new) if x is not None]
     exact_types = {_product_type(q, x, "exact") for x in others}
     with nvfp4.on_device(q):
-        kernel(attention_kernel)[(triton.cdiv(rows, tile_rows), batch * heads, num_splits)](
+        # One axis: CUDA takes at most 65,535 programs along others.
+        kernel(attention_kernel)[(triton.cdiv(rows, tile_rows) * batch * heads * num_splits,)](
             q,
             *q.stride(),
             q_stored,
@@ -138,6 +139,7 @@ def launch(
             call.sink_logits,
             result,
             sums,
+            batch,
             queries,
             call.page_size,
             window,

@@ -326,7 +326,7 @@ def _softmax(scores, top, total, EXPONENT: tl.constexpr):
     return weights, keep, new_top, total * keep + tl.sum(weights, axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def attention_kernel(
     q,
     q_0,
@@ -397,6 +397,7 @@ def attention_kernel(
     sink_logits,
     out,
     lse,
+    batch,
     num_queries,
     page_size,
     window,
@@ -440,10 +441,13 @@ def attention_kernel(
     # Triton passes Python's floats as float32, a program of Inductor as float64, in which all products would be.
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
-    b = (tl.program_id(1) // HEADS).to(tl.int64)
-    head = (tl.program_id(1) % HEADS).to(tl.int64)
-    split = tl.program_id(2)
-    batch = tl.num_programs(1) // HEADS
+    row_tiles = tl.cdiv(num_queries * GROUP, M)
+    first_row = tl.program_id(0) % row_tiles * M
+    row_head = tl.program_id(0) // row_tiles
+    split = row_head // (batch * HEADS)
+    row_head -= split * (batch * HEADS)
+    b = (row_head // HEADS).to(tl.int64)
+    head = (row_head % HEADS).to(tl.int64)
     length = tl.load(lengths + b)
     num_new = num_queries
     if q_lengths is not None:
@@ -463,13 +467,13 @@ def attention_kernel(
     if block_table is None:
         stored_from = tl.maximum(stored_from, end - page_size)
 
-    row = tl.program_id(0) * M + tl.arange(0, M)
+    row = first_row + tl.arange(0, M)
     i = row // GROUP
     query = first_query + i
     q_head = head * GROUP + row % GROUP
     real = i < tl.minimum(num_new, num_queries)
-    low_query = first_query + tl.program_id(0) * M // GROUP
-    high_query = tl.minimum(first_query + (tl.program_id(0) * M + M - 1) // GROUP, length - 1)
+    low_query = first_query + first_row // GROUP
+    high_query = tl.minimum(first_query + (first_row + M - 1) // GROUP, length - 1)
 
     # This split's part of all that follows the sinks: stored tokens up to stored_end, exact and new ones from there.
     low = tl.maximum(tl.minimum(stored_from, tl.maximum(ring_from, sink_end)), start)

@@ -27,6 +27,8 @@ from .query import stored_query
 WORKSPACE_BYTES = 256 << 20
 SPLIT_TOKENS = 4096
 """Tokens of a parallel split."""
+MAX_ROWS_HEADS = 65_535
+"""Rows times KV heads of a launch: programs that CUDA takes along the second axis of a grid."""
 FEW_ROWS = 1024
 """Up to this many query rows a KV head (L · G), the history is split to fill the GPU."""
 STAGE_BLOCKS = 256
@@ -600,7 +602,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     most = call.capacity if call.window <= 0 else min(call.capacity, call.window + num_queries)
     num_splits = triton.cdiv(most, split_tokens)
     row_bytes = max(token_bytes * min(most, slab_tokens), 4 * num_splits * heads * num_queries * call.v_head_dim)
-    rows = max(1, WORKSPACE_BYTES // row_bytes)
+    rows = max(1, min(WORKSPACE_BYTES // row_bytes, MAX_ROWS_HEADS // call.num_kv_heads))
     with nvfp4.on_device(call.q):
         for first in range(0, batch, rows):
             part = slice(first, min(first + rows, batch))

@@ -35,8 +35,9 @@ def sums_kernel(
     TOKENS: tl.constexpr,
 ):
     """float32 sums and counts `[B, H, chunks, D]` of a chunk's finite values."""
-    chunk = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    chunks = tl.cdiv(tokens, CHUNK)
+    chunk = tl.program_id(0) % chunks
+    row = (tl.program_id(0) // chunks).to(tl.int64)
     start = tl.load(first + row // heads)
     d = tl.arange(0, BLOCK_D)
     source = x + row // heads * x_strides[0] + row % heads * x_strides[1] + d[None, :] * x_strides[3]
@@ -49,7 +50,7 @@ def sums_kernel(
         counted = counted & (tl.abs(value) < float("inf"))
         sums += tl.where(counted, value, 0.0)
         counts += tl.where(counted, 1.0, 0.0)
-    target = (row * tl.num_programs(0) + chunk) * D + d
+    target = (row * chunks + chunk) * D + d
     tl.store(total + target, tl.sum(sums, 0), mask=d < D)
     tl.store(count + target, tl.sum(counts, 0), mask=d < D)
 
@@ -68,9 +69,10 @@ def block_amax_kernel(
     N: tl.constexpr,
 ):
     """The largest finite magnitudes of N blocks of a head of a row, which follow each other."""
-    row = tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(tokens * S, N)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
     start = tl.load(first + row // heads)
-    block = tl.program_id(0) * N + tl.arange(0, N)
+    block = tl.program_id(0) % tiles * N + tl.arange(0, N)
     token = block // S
     inside = token < tokens
     channel = (block % S * 16)[:, None] + tl.arange(0, 8)[None, :]
@@ -98,7 +100,7 @@ def channel_sums(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
     parts = torch.empty((2, batch, heads, triton.cdiv(tokens, CHUNK), d), dtype=torch.float32, device=x.device)
     if parts.numel():
         with nvfp4.on_device(x):
-            sums_kernel[(parts.shape[3], batch * heads)](
+            sums_kernel[(batch * heads * parts.shape[3],)](
                 x,
                 x.stride(),
                 first,
@@ -120,7 +122,7 @@ def block_amax(x: Tensor, first: Tensor, bias: Tensor | None, rotation: int) -> 
     out = torch.empty((batch, heads, tokens, d // 16), dtype=torch.float32, device=x.device)
     if out.numel():
         with nvfp4.on_device(x):
-            block_amax_kernel[(triton.cdiv(tokens * (d // 16), N), batch * heads)](
+            block_amax_kernel[(batch * heads * triton.cdiv(tokens * (d // 16), N),)](
                 x,
                 x.stride(),
                 first,

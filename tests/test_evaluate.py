@@ -198,6 +198,40 @@ def test_command(tmp_path, capsys):
     assert all(float(line["kl"]) > 0 for line in lines)
 
 
+def test_rows_that_a_recipe_keeps_exact_are_warned_of(tmp_path, capsys):
+    """`nvfp4` keeps 88 tokens and 4, with a window of 16 in one layer 20."""
+    model = model_of("llama")
+    chosen = {name: evaluate.parse_recipe(name) for name in ("nvfp4", "nvfp4-plain", "bf16")}
+    lengths = {"text": 185, "copy": 184}
+    (note,) = evaluate.mostly_exact(model, lengths, chosen)
+    assert "nvfp4 keeps 92 tokens of a row exact and the rows of copy have 184: at most 92 are read as stored" in note
+    assert note.endswith("--copy makes rows longer")
+    (note,) = evaluate.mostly_exact(model, {"text": 92}, chosen)
+    assert "have 92: none is read as stored" in note and note.endswith("--tokens makes rows longer")
+    assert not evaluate.mostly_exact(model, lengths, {"mixed": get_recipe("nvfp4", layers={1: {"exact_window": 16}})})
+    model.save_pretrained(tmp_path / "model")
+    torch.save(text(400)[0], tmp_path / "ids.pt")
+    source = ["--model", str(tmp_path / "model"), "--text", str(tmp_path / "ids.pt"), "--device", "cpu", "--rows", "1"]
+    small = [
+        "--tokens",
+        "90",
+        "--copy",
+        "100",
+        "20",
+        "--spacing",
+        "60",
+        "--calibration-rows",
+        "0",
+        "--recipes",
+        "nvfp4",
+    ]
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    assert evaluate.run(parser.parse_args([*source, *small])) == 0
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "exact" in line]
+    assert warning.startswith("warning: nvfp4 keeps 92 tokens of a row exact and the rows of text have 90: none is")
+
+
 def test_command_without_a_model(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     evaluate.add_arguments(parser)

@@ -144,6 +144,12 @@ def layer_recipes(model: Any, recipe: Recipe) -> list[Recipe | None]:
     return [recipe.for_layer(index, kind) for index, (kind, _) in enumerate(kinds)]
 
 
+def exact_tokens(model: Any, recipe: Recipe) -> int:
+    """Tokens of a row that the model's layers read exactly: where `recipe` differs by layer, the least. A query that
+    sees no more reads nothing from storage."""
+    return min(layer.exact_window + layer.num_sink_tokens for layer in layer_recipes(model, recipe) if layer)
+
+
 def _log_softmax(logits: Tensor) -> Tensor:
     return torch.cat([torch.log_softmax(row.float(), -1)[None] for row in logits])
 

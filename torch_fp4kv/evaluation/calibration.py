@@ -15,7 +15,14 @@ from torch import Tensor
 
 from ..ops.format.constants import BLOCK
 from ..recipe import LayerCalibration, Recipe, get_recipe
-from .as_decoded import PROMPT_TOKENS, attention_by, full_precision, layer_recipes, log_probabilities
+from .as_decoded import (
+    PROMPT_TOKENS,
+    attention_by,
+    exact_tokens,
+    full_precision,
+    layer_recipes,
+    log_probabilities,
+)
 from .fidelity import Tally, sensitivity
 
 PROMOTIONS: tuple[dict[str, Any], ...] = (
@@ -146,7 +153,7 @@ def with_statistics(model: Any, rows: Sequence[Tensor], recipe: Recipe) -> Recip
 
 def _check_measures(model: Any, rows: Sequence[Tensor], recipe: Recipe) -> None:
     """Raises ValueError if no query of `rows` reads from storage in any layer."""
-    exact = min(layer.exact_window + layer.num_sink_tokens for layer in layer_recipes(model, recipe) if layer)
+    exact = exact_tokens(model, recipe)
     longest = max(row.shape[1] for row in rows)
     if longest <= exact:
         raise ValueError(

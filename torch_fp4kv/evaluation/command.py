@@ -22,13 +22,15 @@ from torch import Tensor
 from .. import console
 from ..recipe import Recipe, get_recipe, recipes
 from . import fidelity, key_bias, scoring
-from .as_decoded import PROMPT_TOKENS, layer_recipes
+from .as_decoded import PROMPT_TOKENS, exact_tokens, layer_recipes
 from .calibration import with_statistics
 from .peers import PEERS, peer_fidelity
 
 RECIPES = ("nvfp4", "nvfp4-max", "k8v4", "fp8", "fp8-window", "nvfp4-plain")
 COPY = (900, 200)
 CONTEXT = 8192
+OPTIONS = {"text": "--tokens", "copy": "--copy"}
+"""What says how long the rows of a task are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
     note = key_bias.warning(key_bias.rotated_bias(model, calibration_rows[:1] or [tasks["text"][0][:1]]))
     if note:
         print(f"warning: {note}", file=sys.stderr)
+    for note in mostly_exact(model, {task: tokens.shape[1] for task, (tokens, _) in tasks.items()}, chosen):
+        print(f"warning: {note}", file=sys.stderr)
     passage, between = args.copy
     console.heading(f"{args.rows} rows of {args.tokens} tokens, and of {passage} + {between} + {passage}")
     lines = evaluate(model, tasks, chosen, args.prompt_tokens)
@@ -154,6 +158,21 @@ def tasks_of(
     text = torch.stack([ids[start : start + tokens] for start in starts])
     first = torch.stack([ids[start : start + passage + between] for start in starts])
     return {"text": (text, 0), "copy": (torch.cat([first, first[:, :passage]], 1), passage + between)}
+
+
+def mostly_exact(model: Any, lengths: dict[str, int], chosen: dict[str, Recipe]) -> list[str]:
+    """What to tell a user whose rows, of `lengths` tokens by task, a recipe keeps exact for half or more."""
+    notes = []
+    for name, recipe in chosen.items():
+        exact = exact_tokens(model, recipe)
+        for task, length in lengths.items():
+            if length <= 2 * exact:
+                stored = f"at most {length - exact} are" if length > exact else "none is"
+                notes.append(
+                    f"{name} keeps {exact} tokens of a row exact and the rows of {task} have {length}: {stored} read "
+                    f"as stored, so figures there say little of {name} or nothing; {OPTIONS[task]} makes rows longer"
+                )
+    return notes
 
 
 def evaluate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -300,6 +301,25 @@ def test_codes_after_padding_crops_and_what_came_then(model, padding, crop, more
     got = stored(other)
     assert all(torch.equal(got[name], want[name]) for name in want)
     assert torch.equal(decode(model, other, padding=padding), decode(model, cache, padding=padding))
+
+
+def test_crops_after_a_hand_over(model):
+    """Tokens decoded since then go without a trace; of those handed over, each leaves the exact window one shorter."""
+    cache, other = prefilled(model, 160), NVFP4Cache(model.config, 160)
+    import_blocks(other, export_blocks(cache, "a"))
+    for either in (cache, other):
+        decode(model, either, steps=7)
+        either.crop(-7)
+    assert torch.equal(decode(model, other), decode(model, cache))
+    for either in (cache, other):
+        either.crop(-4 - 9)
+    (ours,), (theirs,) = ({id(layer.positions): layer.positions for layer in c.layers}.values() for c in (other, cache))
+    assert ours.held_from.tolist() == [120 - 88] * 2 and theirs.held_from.tolist() == [127 - 88 - 16] * 2
+    shorter = decode(model, other, steps=9)
+    assert not torch.equal(shorter, decode(model, copy.deepcopy(cache), steps=9))
+    theirs.held_from.copy_(ours.held_from)
+    assert torch.equal(shorter, decode(model, cache, steps=9))
+    assert torch.equal(decode(model, other), decode(model, cache))
 
 
 def test_bytes_of_another_quantiser_travel(model):

@@ -113,29 +113,45 @@ def test_short_prompts_and_used_buffers(model, window):
     assert torch.equal(decode(model, other), decode(model, cache))
 
 
-def test_a_sliding_layer_hands_over_what_its_ring_holds():
+def mistral():
     from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
     settings = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = MistralConfig(**settings, num_key_value_heads=2, vocab_size=64, head_dim=32, sliding_window=24)
-    model = MistralForCausalLM(config).eval()
+    return MistralForCausalLM(config).eval()
+
+
+def test_a_sliding_layer_hands_over_what_its_ring_holds():
+    """A window of 24 in a ring of 128."""
+    model = mistral()
     cache = prefilled(model, 256, tokens=190)
     cache.crop(-3)
     pieces = (range(100), range(100, 160), range(160, 187))
     parts = [export_blocks(cache, "a", tokens=piece, more=piece.stop < 187) for piece in pieces]
-    assert [p.header["layers"][0]["first"] for p in parts] == [100, 150, 160]
-    assert [tokens_sent(part) for part in parts] == [[0, 0], [10, 10], [0, 0]]
-    other = NVFP4Cache(config, 256)
+    assert [p.header["layers"][0]["first"] for p in parts] == [62, 100, 160]
+    assert [tokens_sent(part) for part in parts] == [[38, 38], [60, 60], [0, 0]]
+    other = NVFP4Cache(model.config, 256)
     import_blocks(other, parts)
-    assert tokens_sent(export_blocks(cache, "b")) == [0, 0]
-    want, got = ({name: x[:, :, -37:] for name, x in stored(either).items()} for either in (cache, other))
+    assert tokens_sent(export_blocks(cache, "b")) == [37, 37]
+    want, got = ({name: x[:, :, -125:] for name, x in stored(either).items()} for either in (cache, other))
     assert all(torch.equal(got[name], want[name]) for name in want)
     assert torch.equal(decode(model, other), decode(model, cache))
     for either in (cache, other):
         either.crop(-9)
-        with pytest.raises(RuntimeError, match="nothing was dropped"):
-            either.crop(-8)
+    assert torch.equal(decode(model, other), decode(model, cache))
+
+
+@pytest.mark.parametrize("capacity", [None, 100, 400])
+def test_what_a_handed_over_sliding_layer_can_drop(capacity):
+    model = mistral()
+    cache, other = prefilled(model, 256, "nvfp4-plain", tokens=190), NVFP4Cache(model.config, capacity, "nvfp4-plain")
+    cache.crop(-94)
+    import_blocks(other, export_blocks(cache, "a"))
+    for either in (cache, other):
+        with pytest.raises(RuntimeError, match="at most 104 can be dropped, got 11; nothing was dropped"):
+            either.crop(-11)
+        either.crop(-10)
     assert torch.equal(decode(model, other), decode(model, cache))
 
 

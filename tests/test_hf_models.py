@@ -144,29 +144,40 @@ def test_prompts_and_chunks_longer_than_a_sliding_ring(options, implementation):
             torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("drop", [1, 16])
+@pytest.mark.parametrize("drop", [1, 16, 104])
 def test_a_sliding_layer_can_be_cropped_within_its_slack(drop):
+    """A window of 24 in a ring of 128."""
     model = build("Mistral")
-    ids, more = prompt(tokens=50), prompt(tokens=4, seed=7)
+    ids, more = prompt(tokens=150), prompt(tokens=20, seed=7)
     with torch.no_grad():
         want = model(torch.cat([ids, more], 1)).logits[:, -1]
-        cache = NVFP4Cache(model.config, 128, "bf16")
+        cache = NVFP4Cache(model.config, 300, "bf16")
         model(ids, past_key_values=cache)
         model(prompt(tokens=drop, seed=3), past_key_values=cache)
         cache.crop(-drop)
-        got = [model(more[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(4)][-1]
+        parts = more.split((1, 16, 1, 1, 1), 1)
+        got = [model(part, past_key_values=cache).logits[:, -1] for part in parts][-1]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_deeper_crop_of_a_sliding_layer_is_refused():
     model = build("Mistral")
-    cache = NVFP4Cache(model.config, 128, "bf16")
+    cache = NVFP4Cache(model.config, 300, "bf16")
     with torch.no_grad():
-        model(prompt(tokens=50), past_key_values=cache)
-    cache.crop(-10)
-    with pytest.raises(RuntimeError, match="at most 16 can be dropped, got 7; nothing was dropped"):
+        model(prompt(tokens=150), past_key_values=cache)
+    cache.crop(-100)
+    with pytest.raises(RuntimeError, match="at most 104 can be dropped, got 7; nothing was dropped"):
         cache.crop(-7)
-    assert int(cache.get_seq_length()) == 40
+    assert int(cache.get_seq_length()) == 50
+
+
+@pytest.mark.parametrize("capacity", [None, 200], ids=["growing", "static"])
+def test_many_candidates_are_dropped_from_sliding_layers(capacity):
+    """transformers' assistants propose 20 tokens at a time."""
+    model = build("Mistral")
+    ids, cache = prompt(batch=1, tokens=40), NVFP4Cache(model.config, capacity, "bf16")
+    got = run(model, "sdpa", cache, ids, prompt_lookup_num_tokens=25, max_matching_ngram_size=1)
+    assert torch.equal(got, run(model, "eager", None, ids))
 
 
 def test_an_unknown_layer_type_is_named():

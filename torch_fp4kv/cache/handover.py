@@ -22,7 +22,7 @@ from .codes import last_data
 from .contents import Contents, make_room
 from .hf import NVFP4Cache
 from .paged import PagedNVFP4Cache, PagedPositions
-from .positions import RING_SLACK, Positions
+from .positions import Positions
 from .storage import LayerStorage
 
 _PARTS = ("k", "v")
@@ -147,7 +147,7 @@ class _Layer:
         first = tokens.start
         if storage.window > 0:
             # What is seen again, also after a crop.
-            seen_from = int(positions.longest[index].min()) - storage.window - RING_SLACK
+            seen_from = int(positions.longest[index].min()) - storage.tokens
             first = min(max(first, seen_from), tokens.stop)
         facts: dict[str, Any] = {
             "index": self.index,

@@ -460,18 +460,19 @@ class NVFP4Cache(Cache):
 
         Raises:
             ValueError: the number is positive.
-            RuntimeError: a sliding layer has overwritten tokens that would be seen again: its ring holds 16 tokens
-                more than its window. Nothing was dropped.
+            RuntimeError: a sliding layer has overwritten tokens that would be seen again: its ring holds its window
+                and 16 tokens, rounded up to a multiple of 128. Nothing was dropped.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to drop, got {tokens_to_remove}")
         for index, layer in enumerate(self.layers):
             if not layer.is_sliding or layer.positions is None:
                 continue
-            if not layer.positions.can_crop(-tokens_to_remove, layer.sliding_window, RING_SLACK):
+            window, tokens = layer.sliding_window, layer.storage.tokens
+            if not layer.positions.can_crop(-tokens_to_remove, window, tokens):
                 raise RuntimeError(
-                    f"layer {index} keeps its last {layer.sliding_window} + {RING_SLACK} tokens, so at most "
-                    f"{RING_SLACK} can be dropped, got {-tokens_to_remove}; nothing was dropped"
+                    f"layer {index} keeps its last {tokens} tokens and sees {window}, so at most {tokens - window} "
+                    f"can be dropped, got {-tokens_to_remove}; nothing was dropped"
                 )
         with self.changing():
             super().crop(tokens_to_remove)

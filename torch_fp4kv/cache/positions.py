@@ -158,10 +158,10 @@ class Positions(Buffers):
         wraps = self.capacity is None or tokens < self.capacity
         return rows[:, None] * tokens + (position % tokens if wraps else position.clamp(max=tokens - 1))
 
-    def can_crop(self, num_tokens: int, window: int, slack: int) -> bool:
-        """Whether a ring of `window + slack` tokens holds what is seen after `crop(num_tokens)` (synchronises)."""
+    def can_crop(self, num_tokens: int, window: int, tokens: int) -> bool:
+        """Whether a ring of `tokens` tokens holds what a window sees after `crop(num_tokens)` (synchronises)."""
         lost = self.longest - self.lengths + num_tokens
-        return bool(((lost <= slack) | (self.longest <= window + slack)).all())
+        return bool(((lost <= tokens - window) | (self.longest <= tokens)).all())
 
     def crop(self, num_tokens: int) -> None:
         """Drops the last `num_tokens` tokens of every row; ValueError if the number is negative."""

@@ -91,13 +91,13 @@ def check(
     torch.save(steps, tmp_path / "steps.pt")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
-        [sys.executable, "-c", RUNNER, package, str(tmp_path / "steps.pt"), str(tolerance)],
+        [sys.executable, "-X", "faulthandler", "-c", RUNNER, package, str(tmp_path / "steps.pt"), str(tolerance)],
         capture_output=True,
         text=True,
         env=environment,
         cwd=tmp_path,
     )
-    assert result.stdout.strip() == "equal", result.stderr[-2000:]
+    assert (result.returncode, result.stdout.strip()) == (0, "equal"), result.stderr[-2000:]
 
 
 @pytest.mark.parametrize("ring", [False, True], ids=["plain", "exact ring, transformed K"])

@@ -204,6 +204,9 @@ def test_an_undeclared_convention_is_named():
         load_scales(checkpoint(0.02), 2)
 
 
+AUTO_ROUND = {"quant_method": "compressed-tensors", "provider": "auto-round"}
+
+
 @pytest.mark.parametrize(
     ("file", "content", "convention"),
     [
@@ -211,12 +214,16 @@ def test_an_undeclared_convention_is_named():
         ("config.json", {"quantization_config": {"quant_method": "modelopt"}}, "amax/448"),
         ("config.json", {"quantization_config": {"producer": {"name": "modelopt"}, "quant_algo": "NVFP4"}}, "amax/448"),
         ("config.json", {"quantization_config": {"quant_method": "auto-round"}}, "amax/2688"),
+        ("config.json", {"quantization_config": {"quant_method": "auto-round", "static_kv_dtype": "fp8"}}, "amax/448"),
+        ("config.json", {"quantization_config": AUTO_ROUND | {"kv_cache_scheme": {"num_bits": 4}}}, "amax/2688"),
+        ("config.json", {"quantization_config": AUTO_ROUND | {"kv_cache_scheme": {"num_bits": 8}}}, "amax/448"),
         ("config.json", {"quantization_config": {"quant_method": "compressed-tensors"}}, "amax/6"),
         (
             "config.json",
             {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}},
             "amax/448",
         ),
+        ("config.json", {"quantization_config": AUTO_ROUND | {"provider": "another"}}, "amax/6"),
         ("config.json", {"hidden_size": 4}, "amax/448"),
     ],
 )

@@ -31,6 +31,7 @@ _WANTED = re.compile(r"(?:^|\.)(?:k_scale|v_scale|kv_scale|k_bias|v_bias)$|\.[kv
 ASSUMED = {
     "modelopt": "amax/448",
     "auto-round": "amax/2688",
+    "auto-round, 8 bits": "amax/448",
     "compressed-tensors": "amax/6",
     "compressed-tensors, 8 bits": "amax/448",
 }
@@ -176,7 +177,8 @@ def _wanted_tensors(source: str | Path | Mapping[str, Tensor]) -> Iterator[tuple
 
 
 def _tool(path: Path) -> str | None:
-    """The tool that wrote a checkpoint: `hf_quant_config.json`'s producer, or `config.json`'s quantisation method."""
+    """The tool that wrote a checkpoint, and whether its KV scales are for 8 bits: by `hf_quant_config.json`'s producer,
+    or `config.json`'s provider (auto-round in the form of compressed-tensors) or quantisation method."""
     folder = path if path.is_dir() else path.parent
     for name, key in (("hf_quant_config.json", None), ("config.json", "quantization_config")):
         if not (folder / name).is_file():
@@ -184,10 +186,14 @@ def _tool(path: Path) -> str | None:
         config = json.loads((folder / name).read_text(encoding="utf-8"))
         config = config if key is None else config.get(key) or {}
         producer = config.get("producer") or {}
-        tool = producer.get("name") or config.get("quant_method")
-        if tool:
-            eight = (config.get("kv_cache_scheme") or {}).get("num_bits") == 8
-            return str(tool).lower() + (", 8 bits" if eight and tool == "compressed-tensors" else "")
+        names = [producer.get("name"), config.get("provider"), config.get("quant_method")]
+        names = [str(name).lower() for name in names if name]
+        if names:
+            tool = next((name for name in names if name in ASSUMED), names[0])
+            eight = (config.get("kv_cache_scheme") or {}).get("num_bits") == 8 or any(
+                config.get(name) in ("fp8", "float8_e4m3fn") for name in ("static_kv_dtype", "static_attention_dtype")
+            )
+            return f"{tool}, 8 bits" if eight and f"{tool}, 8 bits" in ASSUMED else tool
     return None
 
 

@@ -17,7 +17,7 @@ from .ops.format.constants import (
 CONVENTIONS = {
     "decode": "ours: `x ≈ code · block_scale · scale` (FlashInfer's KV quantise, append and dequantise)",
     "amax/448": "a decode scale with six times head-room (ModelOpt's Hugging Face export, FP8 and NVFP4 alike)",
-    "amax/2688": "a decode scale without head-room (auto-round's export; two of ModelOpt's helpers)",
+    "amax/2688": "a decode scale without head-room (auto-round's export of NVFP4 scales; two of ModelOpt's helpers)",
     "encode": "the reciprocal of a decode scale (FlashInfer's fp4_quantize: 2688/amax; its paged quantise: 448/amax)",
     "amax/6": "what maps the largest magnitude to code 6 with a block scale of 1 (llm-compressor, as reported)",
     "sglang": "as SGLang reads a checkpoint on SM100: six times the number, unless that is exactly 1",

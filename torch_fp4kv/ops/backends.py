@@ -103,18 +103,22 @@ def _choose(op: str, device: torch.device, backend: str, call: Call | None) -> C
         raise ValueError(f"unknown backend {backend!r} for {op}; known: auto, {', '.join(dict.fromkeys(names))}")
     passed_over: dict[str, str] = {}
     for name in names if backend == "auto" else (backend,):
-        reason = _unusable(name, device, call, by_name=backend != "auto" or name in _preferred)
+        reason = _unusable(name, device, call)
+        if reason is None and backend == "auto" and name not in _preferred:
+            reason = _left_to_others(name, device, call)
         if reason is None:
             return Choice(name, passed_over)
         passed_over[name] = reason
     raise ValueError(f"backend {backend!r} cannot serve this {op}: {passed_over[backend]}")
 
 
-def _unusable(name: str, device: torch.device, call: Call | None, by_name: bool) -> str | None:
+def _unusable(name: str, device: torch.device, call: Call | None) -> str | None:
+    """Why backend `name` cannot serve, or None."""
     if name == "torch":
         return None
     if name == "flashinfer":
-        return _flashinfer_append_unusable(device, call, by_name)
+        reason = support.missing(support.APPEND_CAPABILITIES, device)
+        return support.append_unsupported(call) if reason is None and isinstance(call, AppendCall) else reason
     if name in support.KERNELS:
         reason = support.attention_missing(name, device)
     else:
@@ -123,17 +127,17 @@ def _unusable(name: str, device: torch.device, call: Call | None, by_name: bool)
             reason = gluon_missing(device)
     if reason is not None or not isinstance(call, AttentionCall):
         return reason
-    if name == "triton-prefill" and not by_name and call.q.shape[2] * call.group <= DECODE_ROWS:
-        return f"up to {DECODE_ROWS} query rows a KV head, stored tokens are multiplied as they are read"
     answer: str | None = attention_module(name).unsupported(call)
     return answer
 
 
-def _flashinfer_append_unusable(device: torch.device, call: Call | None, by_name: bool) -> str | None:
-    reason = support.missing(support.APPEND_CAPABILITIES if by_name else APPEND_CHOSEN, device)
-    if reason is not None or not isinstance(call, AppendCall):
-        return reason
-    return support.append_unsupported(call)
+def _left_to_others(name: str, device: torch.device, call: Call | None) -> str | None:
+    """Why "auto" leaves to a later backend what `name` could serve, or None."""
+    if name == "flashinfer":
+        return support.missing(APPEND_CHOSEN, device)
+    if name == "triton-prefill" and isinstance(call, AttentionCall) and call.q.shape[2] * call.group <= DECODE_ROWS:
+        return f"up to {DECODE_ROWS} query rows a KV head, stored tokens are multiplied as they are read"
+    return None
 
 
 def attention_module(name: str) -> ModuleType:

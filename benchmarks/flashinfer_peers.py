@@ -3,9 +3,10 @@
     python benchmarks/flashinfer_peers.py [results.csv]
 
 `error` is the distance from ours (2-norm, relative); `codes_differ` and `scales_differ` are shares of what two append
-kernels wrote, `values_differ` of what two dequantisers gave. Every time is a replay of a CUDA graph. FlashInfer's FA2
-plans on the host beforehand, which is not in it: rows "with its plan" are what a call costs that has to. BF16 and FP8
-peers read the values that FP4 holds. Decode's global scales are 1, which spares FlashInfer a kernel for V's.
+kernels wrote, `values_differ` of what two dequantisers gave. Every time is a replay of a CUDA graph, `in_graph_ms` what
+a call adds to one. FlashInfer's FA2 plans on the host beforehand, which is in neither: rows "with its plan" are what a
+call costs that has to. BF16 and FP8 peers read the values that FP4 holds. Decode's global scales are 1, which spares
+FlashInfer a kernel for V's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import flashinfer
 import torch
 from attention import replayed
 from prefill import history_and_chunk
-from timing import Table, captured, quantiles
+from timing import Table, captured, in_graph, quantiles
 from torch import Tensor
 
 import torch_fp4kv
@@ -85,8 +86,8 @@ def attention(table: Table, case: str, call: AttentionCall, ours: str, with_plan
     """Rows of `ours`, FA2 over the same tokens in three formats, and the backend `with_plan` as it is called."""
     want = serve(ours, replace(call, k_new=None, v_new=None))()
     rows = want.transpose(1, 2).flatten(0, 1)
-    base = replayed(serve(ours, call))
-    table.add(case, ours, base)
+    base, base_in_graph = replayed(serve(ours, call)), in_graph(serve(ours, call))
+    table.add(case, ours, base, in_graph_ms=base_in_graph)
     packed = [torch_fp4kv.to_packed(x) for x in (call.k_data, call.v_data)]
     scales = call.k_scales.view(E4M3), call.v_scales.view(E4M3)
     values = [
@@ -104,8 +105,9 @@ def attention(table: Table, case: str, call: AttentionCall, ours: str, with_plan
         run = planned(call, k, v, sf)
         error = distance(run(), rows)
         assert error < 2.0**-6 or name == "FP8", (case, name, error)
-        times = replayed(run)
-        table.add(case, f"FlashInfer FA2 {name}", times, error=error, speed_of_ours=times[0] / base[0])
+        times, added = replayed(run), in_graph(run)
+        ratios = {"speed_of_ours": times[0] / base[0], "in_graph_speed_of_ours": added / base_in_graph}
+        table.add(case, f"FlashInfer FA2 {name}", times, in_graph_ms=added, error=error, **ratios)
     reason = support.attention_missing(with_plan, call.q.device) or support.attention_unsupported(with_plan, call)
     assert reason is None, reason
     error = distance(serve(with_plan, call)(), serve(ours, call)())

@@ -35,6 +35,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "Phi3": {"pad_token_id": 0, "sliding_window": None},
     "Gemma2": {**SLIDING, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 32},
     "Gemma3Text": {**SLIDING, "query_pre_attn_scalar": 32},
+    # In full layers K and V have other heads and sizes, and are the same; the last layers read K and V of the first.
+    "Gemma4Text": {
+        **{**SLIDING, "layer_types": ["sliding_attention", *["full_attention"] * 2, "sliding_attention"]},
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 64,
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 16,
+        "pad_token_id": 0,
+    },
     "GptOss": {**SLIDING, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_scaling": None},
     "Granite": {},
     "Olmo2": {},
@@ -43,11 +55,10 @@ MODELS: dict[str, dict[str, Any]] = {
 NEEDS_FP4KV = {"Gemma2": "soft-capping", "GptOss": "sinks"}
 
 
-def build(name: str) -> Any:
+def build(name: str, **settings: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS[name]})
-    stem = "Gemma3" if name == "Gemma3Text" else name
-    model = getattr(transformers, f"{stem}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS.get(name, {}), **settings})
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
     for parameter_name, parameter in model.named_parameters():
         if "sinks" in parameter_name:
             torch.nn.init.normal_(parameter)
@@ -142,6 +153,43 @@ def test_prompts_and_chunks_longer_than_a_sliding_ring(options, implementation):
             cache = NVFP4Cache(model.config, 330, "bf16", **options)
             got = [model(part, past_key_values=cache).logits for part in ids.split(parts, 1)]
             torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("capacity", [None, 128], ids=["growing", "static"])
+@pytest.mark.parametrize("implementation", ["sdpa", "fp4kv", "eager"])
+def test_chunked_attention(implementation, capacity):
+    """Not by `generate`, which in transformers 5.17 takes no static cache of any kind for this model."""
+    experts = {"num_local_experts": 2, "intermediate_size_mlp": 64, "pad_token_id": 0}
+    kinds = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 32}
+    model = build("Llama4Text", **experts, **kinds)
+    ids = prompt(tokens=100)
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        want = model(ids, use_cache=False).logits
+        model.set_attn_implementation(implementation)
+        cache = NVFP4Cache(model.config, capacity, "bf16", exact_window=8)
+        got = [model(part, past_key_values=cache).logits for part in ids.split((40, 1, 30, 16, 5, 8), 1)]
+    torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("implementation", ["sdpa", "fp4kv", "eager"])
+@pytest.mark.parametrize("capacity", [None, 128], ids=["growing", "static"])
+def test_layers_that_share_k_and_v_take_the_last_queries_only(implementation, capacity, keep):
+    """Of a prompt, of a chunk after it, and of one beside padding."""
+    model, ids = build("Gemma4Text"), prompt(tokens=70)
+    mask = torch.ones_like(ids)
+    for padding in (0, 5):
+        mask[0, :padding] = 0
+        with torch.no_grad():
+            model.set_attn_implementation("eager")
+            want = model(ids, attention_mask=mask, use_cache=False).logits
+            model.set_attn_implementation(implementation)
+            cache = NVFP4Cache(model.config, capacity, "bf16")
+            for start, stop in ((0, 40), (40, 70)):
+                part = {"input_ids": ids[:, start:stop], "attention_mask": mask[:, :stop]}
+                got = model(**part, past_key_values=cache, logits_to_keep=keep).logits
+                torch.testing.assert_close(got, want[:, stop - keep : stop], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("drop", [1, 16, 104])

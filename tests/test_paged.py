@@ -302,6 +302,20 @@ def test_a_prefill_that_ended_halfway_is_noticed(model, monkeypatch):
     assert prefill(model, pool, prompt(batch=1))[0] == 0
 
 
+def test_layers_of_a_pool_may_differ_in_heads_and_size():
+    config = llama().config
+    config.per_layer_config = {1: {"num_key_value_heads": 1, "head_dim": 32}}
+    pool = PagedNVFP4Cache(config, 4, max_rows=1, max_cache_len=64, page_size=16)
+    assert [tuple(layer.k_data.shape) for layer in pool.layers] == [(4, 2, 16, 4), (4, 1, 16, 2)]
+
+
+def test_a_pool_refuses_sliding_layers_that_only_the_window_tells():
+    config = llama().config
+    config.sliding_window = 24
+    with pytest.raises(ValueError, match="layers with full attention"):
+        PagedNVFP4Cache(config, 4, max_rows=1, max_cache_len=64)
+
+
 @pytest.mark.parametrize("name", ["num_pages", "max_rows", "max_cache_len"])
 def test_a_pool_of_nothing_is_refused(model, name):
     with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):

@@ -329,13 +329,12 @@ class _Message:
 def _layers_of(cache: NVFP4Cache | PagedNVFP4Cache, initialized: bool = False) -> Iterator[_Layer]:
     """The layers that hold tokens, or with `initialized` those that have buffers."""
     if isinstance(cache, PagedNVFP4Cache):
-        heads = cache.shard.heads(cache.num_kv_heads)
-        for index, storage in enumerate(cache.layers):
-            yield _Layer(index, storage, cache.positions_of(index), heads, cache.num_kv_heads)
+        for index, (storage, total) in enumerate(zip(cache.layers, cache.num_kv_heads)):
+            yield _Layer(index, storage, cache.positions_of(index), cache.shard.heads(total), total)
         return
     for index, layer in enumerate(cache.layers):
         if layer.is_initialized and (initialized or not layer.storage.empty):
-            total = cache.total_kv_heads(layer.num_heads)
+            total = cache.shard.total(layer.num_heads, layer.kv_heads)
             yield _Layer(index, layer.storage, layer.positions, cache.shard.heads(total), total)
 
 
@@ -395,8 +394,8 @@ def _check_goes_with(cache: NVFP4Cache | PagedNVFP4Cache, ranks: list[list[_Mess
         if isinstance(cache, PagedNVFP4Cache):
             dtype = str(storage.dtype).removeprefix("torch.")
             own |= {"sizes": [storage.head_dim, storage.v_head_dim], "dtype": dtype}
-            if total != cache.num_kv_heads:
-                raise ValueError(f"{what}: layer {index} has {total} KV heads, the cache's {cache.num_kv_heads}")
+            if total != cache.num_kv_heads[index]:
+                raise ValueError(f"{what}: layer {index} has {total} KV heads, the cache's {cache.num_kv_heads[index]}")
         else:
             _contents(cache, index, last).check(repr(last.transfer))
         if storage.v_scale_layout == "4token" != facts["v_scale_layout"]:

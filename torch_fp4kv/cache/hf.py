@@ -43,13 +43,22 @@ class NVFP4Layer(CacheLayerMixin):
         recipe: how K and V are kept.
         max_cache_len: most tokens a row can hold; None for a layer that grows.
         sliding_window: tokens that a query of this layer sees, itself included; -1 for all.
+        kv_heads: as `configured_kv_heads` says.
     """
 
     is_croppable = True
 
-    def __init__(self, cache: NVFP4Cache, recipe: Recipe, max_cache_len: int | None, sliding_window: int = -1) -> None:
+    def __init__(
+        self,
+        cache: NVFP4Cache,
+        recipe: Recipe,
+        max_cache_len: int | None,
+        sliding_window: int = -1,
+        kv_heads: int | None = None,
+    ) -> None:
         self.is_initialized = False
         self.cache = cache
+        self.kv_heads = kv_heads
         self.max_cache_len = max_cache_len
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window > 0
@@ -93,7 +102,8 @@ class NVFP4Layer(CacheLayerMixin):
                 "a quantised KV cache is for inference, and K or V requires a gradient: "
                 "call the model under torch.no_grad() or torch.inference_mode()"
             )
-        key_states, value_states = self.cache.own_heads(key_states), self.cache.own_heads(value_states)
+        shard = self.cache.shard
+        key_states, value_states = shard.own(key_states, self.kv_heads), shard.own(value_states, self.kv_heads)
         if self.storage.empty:
             self.cache.check_padding(key_states.shape[0])
             if not self.is_initialized or self._outgrown(key_states, value_states):
@@ -278,13 +288,18 @@ class NVFP4Cache(Cache):
         self.damaged = False
         self.shard = Shard(tp_rank, tp_size)
         config = config.get_text_config(decoder=True)
-        self._configured_kv_heads = configured_kv_heads(config)
-        kinds = layer_kinds(config)
+        kinds, configs = layer_kinds(config), layer_configs(config)
         # The last layers of some models read K and V of earlier ones and store none.
         self._num_storing = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
         self.recipe.check_layers(len(kinds))
         layers = [
-            NVFP4Layer(self, self.shard.of(self.recipe.for_layer(index, kind)), max_cache_len, window)
+            NVFP4Layer(
+                self,
+                self.shard.of(self.recipe.for_layer(index, kind)),
+                max_cache_len,
+                window,
+                configured_kv_heads(configs[index]),
+            )
             for index, (kind, window) in enumerate(kinds)
         ]
         super().__init__(layers=layers)
@@ -334,14 +349,6 @@ class NVFP4Cache(Cache):
             raise RuntimeError(_DAMAGED)
         if any(layer.storage.empty for layer in storing) or len({layer.calls for layer in storing} - {_UNKNOWN}) > 1:
             raise RuntimeError("a call of the model ended halfway, and layers hold different tokens: reset() the cache")
-
-    def own_heads(self, x: Tensor) -> Tensor:
-        """Of K or V `[B, H, n, ·]` the heads that this rank holds."""
-        return self.shard.own(x, self._configured_kv_heads) if self.shard.size > 1 else x
-
-    def total_kv_heads(self, held: int) -> int:
-        """KV heads that all ranks have in a layer of which this one has `held`."""
-        return self.shard.total(held, self._configured_kv_heads) if self.shard.size > 1 else held
 
     def save(self, path: str | Path) -> None:
         """Writes what is stored to one safetensors file, to the bit; see `load`.
@@ -612,12 +619,12 @@ def layer_kinds(config: Any) -> list[tuple[str, int]]:
     Raises:
         ValueError: a layer is of another type.
     """
+    windows = [getattr(layer, "sliding_window", None) for layer in layer_configs(config)]
     types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
     if types is None:
-        types = ["sliding_attention" if window is not None else "full_attention"] * config.num_hidden_layers
+        types = ["full_attention" if window is None else "sliding_attention" for window in windows]
     kinds = []
-    for index, kind in enumerate(types):
+    for index, (kind, window) in enumerate(zip(types, windows, strict=True)):
         if kind == "sliding_attention":
             if window is None:
                 raise ValueError(f"layer {index} is {kind!r} and the config has no sliding_window")
@@ -629,8 +636,15 @@ def layer_kinds(config: Any) -> list[tuple[str, int]]:
     return kinds
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """The config of each layer of the text model `config`: those of some models differ in window, heads or sizes."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * len(getattr(config, "layer_types", None) or range(config.num_hidden_layers))
+
+
 def configured_kv_heads(config: Any) -> Any:
-    """KV heads of a layer of the text model `config`, before any tensor parallelism; None if it says nothing."""
+    """KV heads of a layer, by its config, before any tensor parallelism; None if it says nothing."""
     return getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
 
 

@@ -20,7 +20,7 @@ from ..recipe import Recipe, get_recipe
 from . import attention_interface
 from .buffers import allocate
 from .handle import KVHandle
-from .hf import configured_kv_heads
+from .hf import configured_kv_heads, layer_configs, layer_kinds
 from .positions import Positions
 from .shard import Shard
 from .storage import MIN_BIAS_TOKENS, LayerStorage
@@ -109,24 +109,22 @@ class PagedNVFP4Cache:
         for number, name in ((num_pages, "num_pages"), (max_rows, "max_rows"), (max_cache_len, "max_cache_len")):
             checks.count(number, name)
         config = config.get_text_config(decoder=True)
-        if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ["full_attention"]):
+        if any(kind != "full" for kind, _ in layer_kinds(config)):
             raise ValueError("PagedNVFP4Cache keeps layers with full attention; use NVFP4Cache for sliding ones")
+        configs = layer_configs(config)
         recipe = get_recipe(recipe, **overrides)
-        recipe.check_layers(config.num_hidden_layers)
+        recipe.check_layers(len(configs))
         self.page_size, self.max_rows = page_size, max_rows
         self.shard = Shard(tp_rank, tp_size)
-        self.num_kv_heads = int(configured_kv_heads(config))
-        heads = len(self.shard.heads(self.num_kv_heads))
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        like = torch.empty((max_rows, heads, 0, dim), dtype=dtype, device=device)
-        max_pages = -(-max_cache_len // page_size)
-        self.layers = [
-            LayerStorage(self.shard.of(recipe.for_layer(i)), page_size) for i in range(config.num_hidden_layers)
-        ]
-        for layer in self.layers:
+        self.num_kv_heads = [int(configured_kv_heads(layer)) for layer in configs]
+        self.layers = [LayerStorage(self.shard.of(recipe.for_layer(i)), page_size) for i in range(len(configs))]
+        for layer, total, own in zip(self.layers, self.num_kv_heads, configs):
+            dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+            like = torch.empty((max_rows, len(self.shard.heads(total)), 0, dim), dtype=dtype, device=device)
             layer.allocate_pages(like, like, num_pages, v_scale_layout)
         rings = {LayerStorage.ring_size(layer.recipe) for layer in self.layers}
-        self._positions = {ring: PagedPositions(max_rows, max_pages, page_size, ring, like.device) for ring in rings}
+        max_pages, device = -(-max_cache_len // page_size), self.layers[0].k_data.device
+        self._positions = {ring: PagedPositions(max_rows, max_pages, page_size, ring, device) for ring in rings}
         self._free_pages = list(range(num_pages))[::-1]
         self._references = [0] * num_pages
         self._pages: dict[int, list[int]] = {}
@@ -401,7 +399,8 @@ class _PagedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Stores the tokens in the rows' pages and returns handles for K and V."""
         pool, storage = self.pool, self.pool.layers[self.index]
-        key_states, value_states = (pool.shard.own(x, pool.num_kv_heads) for x in (key_states, value_states))
+        total = pool.num_kv_heads[self.index]
+        key_states, value_states = pool.shard.own(key_states, total), pool.shard.own(value_states, total)
         num_new = key_states.shape[2]
         storage.check(key_states, value_states, pool.max_rows if self.row is None else 1)
         if self.row is not None:

@@ -44,13 +44,13 @@ class Shard:
             f"{total} KV heads cannot be split over {self.size} ranks, nor each be shared by as many ranks"
         )
 
-    def total(self, held: int, configured: int) -> int:
+    def total(self, held: int, configured: int | None) -> int:
         """KV heads of all ranks in a layer of which each holds `held`, of a model whose config says `configured`."""
-        return configured if self.size > 1 and configured < self.size else held * self.size
+        return held * self.size if configured is None or configured >= self.size else configured
 
-    def own(self, x: Tensor, configured: int) -> Tensor:
+    def own(self, x: Tensor, configured: int | None) -> Tensor:
         """Of K or V `x` `[B, H, n, ·]` this rank's head, where each rank computes all of fewer heads than ranks."""
-        if configured >= self.size or x.shape[1] != configured:
+        if configured is None or configured >= self.size or x.shape[1] != configured:
             return x
         heads = self.heads(configured)
         return x[:, heads.start : heads.stop]

@@ -429,6 +429,7 @@ class Update:
     ) -> Tensor:
         """Attention of `q` `[B, Hq, n, D]` over all tokens stored so far; `[B, Hq, n, Dv]`, contiguous.
 
+        Fewer queries than new tokens are those of the last ones: layers that share K and V may leave the others out.
         `mask` has a column for each position (see `num_tokens`); with a mask, `causal` adds to it.
         """
         storage, positions = self.storage, self.positions
@@ -441,10 +442,15 @@ class Update:
                 self.k_new.to(q.dtype),
                 self.v_new.to(q.dtype),
                 attn_mask=self._mask_of_new(mask, causal, q),
-                is_causal=mask is None and causal,
+                is_causal=mask is None and causal and q.shape[2] == self.num_new,
                 scale=scale,
                 enable_gqa=q.shape[1] != self.k_new.shape[1],
             )
+        missing = 0 if self.k_new is None else self.num_new - q.shape[2]
+        if missing:
+            # The op takes a query for each new token.
+            q = F.pad(q, (0, 0, missing, 0))
+            mask = mask if mask is None or mask.shape[-2] == 1 else F.pad(mask, (0, 0, missing, 0))
         k_data, k_scales, v_data, v_scales = self._data()
         k_exact, v_exact, exact_from = storage.k_exact, storage.v_exact, positions.exact_from
         if self.before is not None:
@@ -483,14 +489,17 @@ class Update:
             v_format=storage.recipe.v_format,
             v_scale_layout=storage.v_scale_layout,
         )
-        return out
+        return out[:, :, missing:].contiguous() if missing else out
 
     def _mask_of_new(self, mask: Tensor | None, causal: bool, q: Tensor) -> Tensor | None:
-        if mask is None:
+        queries, tokens = q.shape[2], self.num_new
+        if mask is None and (queries == tokens or not causal):
             return None
-        mask = mask[..., : self.num_new]
+        lower = torch.ones(queries, tokens, dtype=torch.bool, device=q.device).tril(tokens - queries)
+        if mask is None:
+            return lower
+        mask = mask[..., :tokens]
         if causal:
-            lower = torch.ones(self.num_new, self.num_new, dtype=torch.bool, device=q.device).tril()
             mask = mask & lower if mask.dtype == torch.bool else mask.masked_fill(~lower, float("-inf"))
         return mask if mask.dtype == torch.bool else mask.to(q.dtype)
 

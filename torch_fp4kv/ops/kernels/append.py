@@ -42,21 +42,9 @@ def _rows(tile, batch, length, TOKENS: tl.constexpr, SHORT: tl.constexpr, token)
 @triton.jit
 def _append(
     tile,
-    x,
-    x_strides,
-    data,
-    scales,
-    global_scale,
-    global_stride,
-    exact,
-    exact_strides,
-    bias,
-    factors,
-    order,
-    slots,
-    slots_strides,
-    exact_slots,
-    exact_slots_strides,
+    tensors,
+    strides,
+    places,
     batch,
     length,
     num_slots,
@@ -75,6 +63,9 @@ def _append(
     FAST: tl.constexpr,
 ):
     """One tile of K, or of V: read once, written to the exact ring as it is and to the cache quantised."""
+    x, data, scales, global_scale, exact, bias, factors, order = tensors
+    x_0, x_1, x_2, x_3, global_0, exact_0, exact_1, exact_2 = strides
+    slots, slots_0, slots_1, exact_slots, exact_slots_0, exact_slots_1 = places
     S: tl.constexpr = D // 16
     TOKENS: tl.constexpr = N // S
     head = (tile % HEADS).to(tl.int64)
@@ -84,21 +75,19 @@ def _append(
     column = block % S * 16
     element = tl.arange(0, 8)[None, :]
 
-    row = (x + head * x_strides[1] + b * x_strides[0] + position * x_strides[2])[:, None]
-    source = row + (column[:, None] + element).to(tl.int64) * x_strides[3]
+    row = (x + head * x_1 + b * x_0 + position * x_2)[:, None]
+    source = row + (column[:, None] + element).to(tl.int64) * x_3
     lo = tl.load(source, mask=valid[:, None], other=0.0)
-    hi = tl.load(source + 8 * x_strides[3], mask=valid[:, None], other=0.0)
+    hi = tl.load(source + 8 * x_3, mask=valid[:, None], other=0.0)
 
-    slot = tl.load(slots + b * slots_strides[0] + position * slots_strides[1], mask=valid, other=-1)
+    slot = tl.load(slots + b * slots_0 + position * slots_1, mask=valid, other=-1)
     if exact is not None:
-        ring_slot = tl.load(
-            exact_slots + b * exact_slots_strides[0] + position * exact_slots_strides[1], mask=valid, other=-1
-        )
+        ring_slot = tl.load(exact_slots + b * exact_slots_0 + position * exact_slots_1, mask=valid, other=-1)
         # The last slot takes the writes that nobody reads: they are not made.
         kept = (valid & (ring_slot >= 0) & (ring_slot < num_exact - 1))[:, None]
         if SKIP_NEGATIVE:
             kept = kept & (slot >= 0)[:, None]
-        copy = exact + head * exact_strides[1] + b * exact_strides[0] + ring_slot * exact_strides[2] + column
+        copy = exact + head * exact_1 + b * exact_0 + ring_slot * exact_2 + column
         tl.store(copy[:, None] + element, lo, mask=kept)
         tl.store(copy[:, None] + element + 8, hi, mask=kept)
 
@@ -120,8 +109,8 @@ def _append(
     if order is not None:
         lo_channel = tl.load(order + head * D + lo_channel)
         hi_channel = tl.load(order + head * D + hi_channel)
-        lo = tl.load(row + lo_channel.to(tl.int64) * x_strides[3], mask=valid[:, None], other=0.0)
-        hi = tl.load(row + hi_channel.to(tl.int64) * x_strides[3], mask=valid[:, None], other=0.0)
+        lo = tl.load(row + lo_channel.to(tl.int64) * x_3, mask=valid[:, None], other=0.0)
+        hi = tl.load(row + hi_channel.to(tl.int64) * x_3, mask=valid[:, None], other=0.0)
     lo = lo.to(tl.float32)
     hi = hi.to(tl.float32)
     if bias is not None:
@@ -135,7 +124,7 @@ def _append(
 
     if FORMAT == "nvfp4" or FORMAT == "block-fp4":
         if FORMAT == "nvfp4":
-            word, bits = nvfp4.encode(lo, hi, tl.load(global_scale + head * global_stride), DIVISORS, SCALE_MAX, FAST)
+            word, bits = nvfp4.encode(lo, hi, tl.load(global_scale + head * global_0), DIVISORS, SCALE_MAX, FAST)
         else:
             word, bits = nvfp4.encode_block_fp4(lo, hi, FAST)
         s = column // 16
@@ -150,7 +139,7 @@ def _append(
     else:
         target = (data + (page * page_size + offset) * D + column)[:, None] + element
         if FORMAT == "fp8":
-            g = tl.load(global_scale + head * global_stride)
+            g = tl.load(global_scale + head * global_0)
             stored_lo = nvfp4.e4m3_encode_signed(tl.math.div_rn(lo, g)).to(tl.uint8)
             stored_hi = nvfp4.e4m3_encode_signed(tl.math.div_rn(hi, g)).to(tl.uint8)
         else:
@@ -164,28 +153,9 @@ def _append(
 def append_kernel(
     k,
     k_strides,
-    k_data,
-    k_scales,
-    k_global,
-    k_global_stride,
-    k_exact,
-    k_exact_strides,
-    k_bias,
-    k_factors,
-    k_order,
     v,
     v_strides,
-    v_data,
-    v_scales,
-    v_global,
-    v_global_stride,
-    v_exact,
-    v_exact_strides,
-    v_bias,
-    slots,
-    slots_strides,
-    exact_slots,
-    exact_slots_strides,
+    places,
     batch,
     length,
     num_slots,
@@ -206,31 +176,16 @@ def append_kernel(
     N: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """The first `num_k_tiles` programs take K, the others V."""
+    """The first `num_k_tiles` programs take K, the others V. Tuples are unpacked in `_append`."""
     tile = tl.program_id(0)
+    sizes = (batch, length, num_slots, page_size, num_exact)
     if tile < num_k_tiles:
         _append(
             tile,
             k,
             k_strides,
-            k_data,
-            k_scales,
-            k_global,
-            k_global_stride,
-            k_exact,
-            k_exact_strides,
-            k_bias,
-            k_factors,
-            k_order,
-            slots,
-            slots_strides,
-            exact_slots,
-            exact_slots_strides,
-            batch,
-            length,
-            num_slots,
-            page_size,
-            num_exact,
+            places,
+            *sizes,
             HEADS,
             D,
             K_ROTATION,
@@ -248,24 +203,8 @@ def append_kernel(
             tile - num_k_tiles,
             v,
             v_strides,
-            v_data,
-            v_scales,
-            v_global,
-            v_global_stride,
-            v_exact,
-            v_exact_strides,
-            v_bias,
-            None,
-            None,
-            slots,
-            slots_strides,
-            exact_slots,
-            exact_slots_strides,
-            batch,
-            length,
-            num_slots,
-            page_size,
-            num_exact,
+            places,
+            *sizes,
             HEADS,
             DV,
             0,
@@ -326,30 +265,9 @@ def append(
     v_tiles = heads * rows * triton.cdiv(tokens, v_tokens)
     with nvfp4.on_device(k):
         append_kernel[(k_tiles + v_tiles,)](
-            k,
-            k.stride(),
-            k_data,
-            k_scales,
-            k_global,
-            k_global.stride(0) if k_global.ndim else 0,
-            k_exact,
-            None if k_exact is None else _row_strides(k_exact),
-            nvfp4.contiguous(k_bias),
-            nvfp4.contiguous(k_factors),
-            nvfp4.contiguous(k_order),
-            v,
-            v.stride(),
-            v_data,
-            v_scales,
-            v_global,
-            v_global.stride(0) if v_global.ndim else 0,
-            v_exact,
-            None if v_exact is None else _row_strides(v_exact),
-            nvfp4.contiguous(v_bias),
-            slots,
-            slots.stride(),
-            exact_slots,
-            None if exact_slots is None else exact_slots.stride(),
+            *_with_strides(k, k_data, k_scales, k_global, k_exact, k_bias, k_factors, k_order),
+            *_with_strides(v, v_data, v_scales, v_global, v_exact, v_bias),
+            (slots, *slots.stride(), exact_slots, *_strides(exact_slots, 2)),
             batch,
             length,
             k_data.shape[0] * k_data.shape[2],
@@ -374,6 +292,22 @@ def append(
         )
 
 
-def _row_strides(exact: Tensor) -> tuple[int, int, int]:
-    assert exact.stride(3) == 1
-    return exact.stride(0), exact.stride(1), exact.stride(2)
+def _with_strides(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor | None,
+    global_scale: Tensor,
+    exact: Tensor | None,
+    bias: Tensor | None,
+    factors: Tensor | None = None,
+    order: Tensor | None = None,
+) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """What the kernel takes of K, or of V."""
+    assert exact is None or exact.stride(3) == 1
+    others = (nvfp4.contiguous(bias), nvfp4.contiguous(factors), nvfp4.contiguous(order))
+    global_0 = global_scale.stride(0) if global_scale.ndim else 0
+    return (x, data, scales, global_scale, exact, *others), (*x.stride(), global_0, *_strides(exact, 3))
+
+
+def _strides(x: Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if x is None else x.stride()[:count]

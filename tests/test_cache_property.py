@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 
@@ -40,11 +41,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.append(20)
 
     def append(self, tokens):
+        k, v = self.more(tokens)
+        for layer in range(2):
+            self.handles = self.cache.update(k, v, layer)
+
+    def more(self, tokens):
         shape = (self.k.shape[0], HEADS, tokens, DIM)
         k, v = torch.randn(shape, generator=self.generator), torch.randn(shape, generator=self.generator)
         self.k, self.v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
-        for layer in range(2):
-            self.handles = self.cache.update(k, v, layer)
+        return k, v
 
     def room(self):
         return CAPACITY - self.k.shape[2]
@@ -120,8 +125,18 @@ class CacheMachine(RuleBasedStateMachine):
             return
         key, value = self.handles
         assert isinstance(key, KVHandle)
+        k, v = self.dequantised(key.update)
         tokens = self.k.shape[2]
-        k, v = key.update.keys()[: self.k.shape[0], :, :tokens], value.update.values()[: self.k.shape[0], :, :tokens]
+        q = torch.randn(self.k.shape[0], 4, key.update.num_new, DIM, generator=self.generator)
+        causal = torch.ones(q.shape[2], tokens, dtype=torch.bool).tril(tokens - q.shape[2])
+        want = F.scaled_dot_product_attention(q, k, v, attn_mask=causal, enable_gqa=True)
+        got = F.scaled_dot_product_attention(q, key, value, is_causal=q.shape[2] > 1, enable_gqa=True)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+    def dequantised(self, update):
+        """K and V of all tokens, which are those of the model as nearly as they may be."""
+        batch, _, tokens, _ = self.k.shape
+        k, v = update.keys()[:batch, :, :tokens], update.values()[:batch, :, :tokens]
         tolerance = 1e-6 if self.recipe == "bf16" else 0.16
         for got, want in ((k, self.k), (v, self.v)):
             error = (got - want).norm(dim=-1) / want.norm(dim=-1)
@@ -131,12 +146,35 @@ class CacheMachine(RuleBasedStateMachine):
             assert torch.equal(k[:, :, :4], self.k[:, :, :4])
             assert torch.equal(v[:, :, :4], self.v[:, :, :4])
             assert torch.equal(k[:, :, -1:], self.k[:, :, -1:])
-        q = torch.randn(self.k.shape[0], 4, key.update.num_new, DIM, generator=self.generator)
-        causal = torch.ones(q.shape[2], tokens, dtype=torch.bool).tril(tokens - q.shape[2])
-        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal, enable_gqa=True)
-        got = torch.nn.functional.scaled_dot_product_attention(q, key, value, is_causal=q.shape[2] > 1, enable_gqa=True)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        return k, v
+
+
+def decode(cache, k, v, q):
+    return [F.scaled_dot_product_attention(q, *cache.update(k, v, layer), enable_gqa=True) for layer in range(2)]
+
+
+class CompiledCacheMachine(CacheMachine):
+    """The same between compiled steps of one token."""
+
+    step = staticmethod(torch.compile(decode, fullgraph=True, backend="aot_eager"))
+
+    @initialize(batch=st.integers(1, 3), seed=st.integers(0, 1000))
+    def start(self, batch, seed):
+        super().start("nvfp4", CAPACITY, batch, seed)
+
+    def append(self, tokens):
+        if tokens > 1:
+            super().append(tokens)
+            return
+        k, v = self.more(1)
+        q = torch.randn(k.shape[0], 4, 1, DIM, generator=self.generator)
+        self.handles = None
+        for got, layer in zip(self.step(self.cache, k, v, q), self.cache.layers):
+            want = F.scaled_dot_product_attention(q, *self.dequantised(layer.keys.update), enable_gqa=True)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 CacheMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+CompiledCacheMachine.TestCase.settings = settings(CacheMachine.TestCase.settings, max_examples=10)
 TestCacheOperations = CacheMachine.TestCase
+TestOperationsBetweenCompiledSteps = CompiledCacheMachine.TestCase

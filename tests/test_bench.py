@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,19 @@ def test_one_failing_cache_does_not_stop_the_others(tmp_path, capsys, monkeypatc
             raise RuntimeError("not today")
         return made(model, name, length)
 
+    bars = []
+
+    @contextmanager
+    def progress(total, text):
+        bars.append([text, total, 0])
+
+        def advance(count):
+            bars[-1][2] += count
+
+        yield advance
+
     monkeypatch.setattr(bench, "_make_cache", make)
+    monkeypatch.setattr(bench, "progress", progress)
     file = tmp_path / "generate.csv"
     arguments = ["bench", "generate", "--batch", "2", "1", "--prompt", "40", "24", "--new-tokens", "6"]
     assert cli.main([*arguments, "--caches", "static", "k8v4", "nvfp4-plain", "--csv", str(file)]) == 0
@@ -33,6 +46,8 @@ def test_one_failing_cache_does_not_stop_the_others(tmp_path, capsys, monkeypatc
         for batch, prompt in (("2", "40"), ("1", "24"))
         for cache in ("static", "k8v4", "nvfp4-plain")
     ]
+    assert [bar[0] for bar in bars[:2]] == ["static, 2 x 40 tokens", "k8v4, 2 x 40 tokens"]
+    assert all(done == total for text, total, done in bars if "k8v4" not in text)
     assert "not today" in rows[1]["failed"] and not rows[0]["failed"] and not rows[2]["failed"]
     # Two layers of two heads of 64, K and V, float32, room for 46 tokens in two rows; 128 slots of 9/16 bytes.
     assert int(rows[0]["cache_bytes"]) == 2 * 2 * 2 * 64 * 4 * 46 * 2

@@ -7,7 +7,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..console import heading, table
+from ..console import heading, progress, table
 from ..evaluation.peers import PEERS
 from ..recipe import get_recipe
 from .models import SHAPES, Clock, batches_of, generate_greedily, load_model, prompt_ids
@@ -100,7 +100,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         for batch, prompt in runs:
             for name in args.caches:
-                row = _measure(model, name, args.attention, batch, prompt, args.new_tokens)
+                passes = 1 + _is_ours(name)
+                tokens = passes * (1 + CHECKED_TOKENS) + 1 + args.new_tokens
+                with progress(tokens, f"{name}, {batch} x {prompt} tokens") as advance:
+                    row = _measure(model, name, args.attention, batch, prompt, args.new_tokens, advance)
                 if args.largest_batch and not row.failed:
                     row.largest_batch = _largest_batch(model, name, batch, prompt)
                 rows.append(row)
@@ -160,7 +163,15 @@ def _make_cache(model: Any, name: str, length: int) -> Any:
     return NVFP4Cache(model.config, length, recipe=name)
 
 
-def _measure(model: Any, name: str, attention: str, batch: int, prompt: int, new_tokens: int) -> Row:
+def _measure(
+    model: Any,
+    name: str,
+    attention: str,
+    batch: int,
+    prompt: int,
+    new_tokens: int,
+    advance: Callable[[int], Any],
+) -> Row:
     from .. import register_attention
 
     register_attention()
@@ -173,14 +184,14 @@ def _measure(model: Any, name: str, attention: str, batch: int, prompt: int, new
         torch._dynamo.reset()
         _collect()
         ids = prompt_ids(model, batch, prompt)
-        expected = _dequantized_logits(model, name, ids, length) if ours else None
+        expected = _dequantized_logits(model, name, ids, length, advance) if ours else None
         _collect()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         model.set_attn_implementation(row.attention)
         cache = _make_cache(model, name, length)
         start = time.perf_counter()
-        checked = _first_logits(model, ids, cache)
+        checked = _first_logits(model, ids, cache, advance)
         row.warm_up_s = time.perf_counter() - start
         if expected is not None:
             row.logits_error = logits_error(checked, expected)
@@ -193,7 +204,7 @@ def _measure(model: Any, name: str, attention: str, batch: int, prompt: int, new
             cache.reset()
         else:
             cache = _make_cache(model, name, length)
-        clock = Clock()
+        clock = Clock(advance)
         start = time.perf_counter()
         generate_greedily(model, ids, cache, new_tokens, clock)
         first, *later = clock.times[1:]
@@ -216,20 +227,19 @@ def _measure(model: Any, name: str, attention: str, batch: int, prompt: int, new
     return row
 
 
-def _first_logits(model: Any, ids: Tensor, cache: Any, **options: Any) -> Checked:
-    out = generate_greedily(
-        model, ids, cache, CHECKED_TOKENS, None, return_dict_in_generate=True, output_logits=True, **options
-    )
+def _first_logits(model: Any, ids: Tensor, cache: Any, advance: Callable[[int], Any], **options: Any) -> Checked:
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    out = generate_greedily(model, ids, cache, CHECKED_TOKENS, Clock(advance), **options)
     return Checked(torch.stack(out.logits).double().cpu(), out.sequences[:, ids.shape[1] :].T.cpu())
 
 
-def _dequantized_logits(model: Any, recipe: str, ids: Tensor, length: int) -> Checked:
+def _dequantized_logits(model: Any, recipe: str, ids: Tensor, length: int, advance: Callable[[int], Any]) -> Checked:
     """What PyTorch's attention makes of the dequantised tensors of a cache like the one that is measured."""
     from .. import NVFP4Cache
 
     model.set_attn_implementation("sdpa")
     cache = NVFP4Cache(model.config, length, recipe=recipe, materialize=True)
-    return _first_logits(model, ids, cache, disable_compile=True)
+    return _first_logits(model, ids, cache, advance, disable_compile=True)
 
 
 def logits_error(found: Checked, expected: Checked) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,14 +66,16 @@ def batches_of(batches: list[int], tokens: list[int], name: str) -> list[tuple[i
 
 
 class Clock:
-    """A streamer that notes when each token reached the host."""
+    """A streamer that notes when the prompt and each token reached the host, and calls `advance(1)` for each."""
 
-    def __init__(self) -> None:
+    def __init__(self, advance: Callable[[int], Any] = lambda count: None) -> None:
         self.times: list[float] = []
+        self._advance = advance
 
     def put(self, value: Tensor) -> None:
         value.cpu()
         self.times.append(time.perf_counter())
+        self._advance(1)
 
     def end(self) -> None:
         pass

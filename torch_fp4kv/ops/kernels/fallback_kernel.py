@@ -212,27 +212,10 @@ def _all_as(parts, TYPE: tl.constexpr):
 
 @triton.jit
 def _exact_tile(
-    exact,
-    exact_0,
-    exact_1,
-    exact_2,
-    exact_3,
-    new,
-    new_0,
-    new_1,
-    new_2,
-    new_3,
-    b,
-    head,
-    slot,
-    index,
-    in_exact,
-    in_new,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TYPE: tl.constexpr,
+    tensors, b, head, slot, index, in_exact, in_new, D: tl.constexpr, BLOCK_D: tl.constexpr, TYPE: tl.constexpr
 ):
-    """`[N, BLOCK_D]`: exact slots where `in_exact`, new tokens where `in_new`, else 0."""
+    """`[N, BLOCK_D]`: exact slots where `in_exact`, new tokens where `in_new`, else 0. `tensors`: with strides."""
+    exact, exact_0, exact_1, exact_2, exact_3, new, new_0, new_1, new_2, new_3 = tensors
     d = tl.arange(0, BLOCK_D)[None, :]
     x = _as(tl.zeros([slot.shape[0], BLOCK_D], tl.float32), TYPE)
     if exact is not None:
@@ -289,9 +272,7 @@ def _visible_scores(
     position,
     visible,
     query,
-    mask_rows,
-    mask_3,
-    mask_columns,
+    mask,
     softcap,
     window,
     CAUSAL: tl.constexpr,
@@ -299,7 +280,10 @@ def _visible_scores(
     SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """`scores` in base 2 with soft-cap and mask; -inf where not `visible` (`[M, N]`) or hidden by an option."""
+    """`scores` in base 2 with soft-cap and mask; -inf where not `visible` (`[M, N]`) or hidden by an option.
+
+    `mask`: pointers `[M]` to its rows, their stride and size.
+    """
     if SOFTCAP:
         scores = softcap * LOG2E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / softcap)) + 1.0))
     if CAUSAL:
@@ -307,6 +291,7 @@ def _visible_scores(
     if WINDOW:
         visible = visible & (position[None, :] > query[:, None] - window)
     if MASK > 0:
+        mask_rows, mask_3, mask_columns = mask
         at = mask_rows[:, None] + position.to(tl.int64)[None, :] * mask_3
         visible = visible & (position < mask_columns)[None, :]
         if MASK == 1:
@@ -517,9 +502,9 @@ def attention_kernel(
     if stored_bias is not None:
         at = b * stored_bias_0 + q_head * stored_bias_1 + i64 * stored_bias_2
         shift = tl.load(stored_bias + at, mask=real, other=0.0) * (scale * LOG2E)
-    mask_rows = mask
+    row_mask = None
     if MASK > 0:
-        mask_rows = mask + b * mask_0 + q_head * mask_1 + i64 * mask_2
+        row_mask = (mask + b * mask_0 + q_head * mask_1 + i64 * mask_2, mask_3, mask_columns)
 
     # In float16 small weights would be subnormal numbers, or none.
     EXPONENT: tl.constexpr = 15 if V_TYPE == "fp16" else 0
@@ -545,55 +530,24 @@ def attention_kernel(
             if block_table is not None:
                 at = block_table + b * block_table_0 + position // page_size
                 page = tl.load(at, mask=valid, other=0).to(tl.int64)
-        k = _stored_tile(
-            _rows(k_data, page, slot, head, k_0, k_1, k_2, N, WHOLE),
-            _rows(k_scales, page, slot, head, k_scales_0, k_scales_1, K_SCALES_2, N, WHOLE),
-            K_SCALES_2,
-            token,
-            valid,
-            D,
-            BLOCK_D,
-            K_FORMAT,
-            False,
-            K_TYPE,
-            E4M3,
-            FAST,
-        )
+        rows = _rows(k_data, page, slot, head, k_0, k_1, k_2, N, WHOLE)
+        scale_rows = _rows(k_scales, page, slot, head, k_scales_0, k_scales_1, K_SCALES_2, N, WHOLE)
+        k = _stored_tile(rows, scale_rows, K_SCALES_2, token, valid, D, BLOCK_D, K_FORMAT, False, K_TYPE, E4M3, FAST)
         scores = _product(q_parts, k, tl.zeros([M, N], tl.float32), PRECISION)
         if SPLIT_QUERY:
             scores = _product(q_low, k, scores, PRECISION)
         scores = scores * unit[:, None]
         if stored_bias is not None:
             scores += shift[:, None]
+        seen = valid[None, :] & real[:, None]
         scores = _visible_scores(
-            scores,
-            position,
-            valid[None, :] & real[:, None],
-            query,
-            mask_rows,
-            mask_3,
-            mask_columns,
-            softcap,
-            window,
-            CAUSAL,
-            WINDOW,
-            SOFTCAP,
-            MASK,
+            scores, position, seen, query, row_mask, softcap, window, CAUSAL, WINDOW, SOFTCAP, MASK
         )
         weights, keep, top, total = _softmax(scores, top, total, EXPONENT)
+        rows = _rows(v_data, page, slot, head, v_0, v_1, v_2, N, WHOLE)
+        scale_rows = _rows(v_scales, page, slot, head, v_scales_0, v_scales_1, V_SCALES_2, N, WHOLE)
         v = _stored_tile(
-            _rows(v_data, page, slot, head, v_0, v_1, v_2, N, WHOLE),
-            _rows(v_scales, page, slot, head, v_scales_0, v_scales_1, V_SCALES_2, N, WHOLE),
-            V_SCALES_2,
-            token,
-            valid,
-            DV,
-            BLOCK_DV,
-            V_FORMAT,
-            FOUR_TOKEN,
-            V_TYPE,
-            E4M3,
-            FAST,
+            rows, scale_rows, V_SCALES_2, token, valid, DV, BLOCK_DV, V_FORMAT, FOUR_TOKEN, V_TYPE, E4M3, FAST
         )
         acc_0 = _weighted(weights, v[0], acc_0 * keep[:, None], PRECISION)
         if V_FORMAT != "exact":
@@ -622,6 +576,8 @@ def attention_kernel(
         low = tl.maximum(low, ring_from)
         num_tiles = num_sink_tiles + tl.maximum(tl.cdiv(high - low, N), 0)
         q_rows = q + b * q_0 + q_head * q_1 + i64 * q_2
+        k_tensors = (k_exact, k_exact_0, k_exact_1, k_exact_2, k_exact_3, k_new, k_new_0, k_new_1, k_new_2, k_new_3)
+        v_tensors = (v_exact, v_exact_0, v_exact_1, v_exact_2, v_exact_3, v_new, v_new_0, v_new_1, v_new_2, v_new_3)
         exact_q = (_as(_query(q_rows, real, q_3, D, BLOCK_D), EXACT_TYPE),)
         for tile in tl.range(0, num_tiles, num_stages=1):
             of_sinks = tile < num_sink_tiles
@@ -634,64 +590,15 @@ def attention_kernel(
             slot = position - start
             if RING > 0:
                 slot = tl.where(is_sink, slot, NUM_SINKS + tl.maximum(position, 0) % RING)
-            k = _exact_tile(
-                k_exact,
-                k_exact_0,
-                k_exact_1,
-                k_exact_2,
-                k_exact_3,
-                k_new,
-                k_new_0,
-                k_new_1,
-                k_new_2,
-                k_new_3,
-                b,
-                head,
-                slot,
-                position - end,
-                is_sink | in_ring,
-                is_new,
-                D,
-                BLOCK_D,
-                EXACT_TYPE,
-            )
+            in_exact = is_sink | in_ring
+            k = _exact_tile(k_tensors, b, head, slot, position - end, in_exact, is_new, D, BLOCK_D, EXACT_TYPE)
+            scores = _product(exact_q, (k,), tl.zeros([M, N], tl.float32), PRECISION) * (scale * LOG2E)
+            seen = inside[None, :] & real[:, None]
             scores = _visible_scores(
-                _product(exact_q, (k,), tl.zeros([M, N], tl.float32), PRECISION) * (scale * LOG2E),
-                position,
-                inside[None, :] & real[:, None],
-                query,
-                mask_rows,
-                mask_3,
-                mask_columns,
-                softcap,
-                window,
-                CAUSAL,
-                WINDOW,
-                SOFTCAP,
-                MASK,
+                scores, position, seen, query, row_mask, softcap, window, CAUSAL, WINDOW, SOFTCAP, MASK
             )
             weights, keep, top, total = _softmax(scores, top, total, 0)
-            v = _exact_tile(
-                v_exact,
-                v_exact_0,
-                v_exact_1,
-                v_exact_2,
-                v_exact_3,
-                v_new,
-                v_new_0,
-                v_new_1,
-                v_new_2,
-                v_new_3,
-                b,
-                head,
-                slot,
-                position - end,
-                is_sink | in_ring,
-                is_new,
-                DV,
-                BLOCK_DV,
-                EXACT_TYPE,
-            )
+            v = _exact_tile(v_tensors, b, head, slot, position - end, in_exact, is_new, DV, BLOCK_DV, EXACT_TYPE)
             acc = _weighted(weights, v, acc * keep[:, None], PRECISION)
 
     if not PARTIAL and sink_logits is not None:

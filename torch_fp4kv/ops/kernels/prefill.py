@@ -39,10 +39,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _row_bounds(
     b,
-    lengths,
-    q_lengths,
-    starts,
-    exact_from,
+    rows,
     length_limit,
     num_queries,
     window,
@@ -51,12 +48,13 @@ def _row_bounds(
     HAS_EXACT: tl.constexpr,
     RING: tl.constexpr,
 ):
-    """Positions that bound what row b sees, int32.
+    """Positions that bound what row b sees, int32; `rows`: lengths, q_lengths, starts and exact_from.
 
     Returns `(first_query, num_new, start, first_new, stored, stored_end, ring)`: stored tokens are
     `stored … stored_end - 1`, exact ones in the ring `ring … first_new - 1`. `length_limit` is the size of a ring of
     storage, or 0 with a block table.
     """
+    lengths, q_lengths, starts, exact_from = rows
     length = tl.load(lengths + b)
     num_new = num_queries
     if q_lengths is not None:
@@ -154,10 +152,7 @@ def stage_kernel(
     v_workspace,
     block_table,
     block_table_stride,
-    lengths,
-    q_lengths,
-    starts,
-    exact_from,
+    rows,
     num_queries,
     page_size,
     length_limit,
@@ -180,65 +175,15 @@ def stage_kernel(
     """One tile of tokens of one head, K (`program_id(2) == 0`) or V."""
     b = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
-    bounds = _row_bounds(
-        b,
-        lengths,
-        q_lengths,
-        starts,
-        exact_from,
-        length_limit,
-        num_queries,
-        window,
-        NUM_SINKS,
-        HAS_NEW,
-        HAS_EXACT,
-        RING,
-    )
+    bounds = _row_bounds(b, rows, length_limit, num_queries, window, NUM_SINKS, HAS_NEW, HAS_EXACT, RING)
     first, end = bounds[4], bounds[5]
+    place = (block_table, block_table_stride, page_size, b, head, first, end, slab, slab_tokens)
     if tl.program_id(2) == 0:
         if first + slab + tl.program_id(0) * (N // (D // 16)) < end:
-            _stage(
-                k_data,
-                k_scales,
-                k_workspace,
-                block_table,
-                block_table_stride,
-                page_size,
-                b,
-                head,
-                first,
-                end,
-                slab,
-                slab_tokens,
-                HEADS,
-                D,
-                K_FORMAT,
-                False,
-                N,
-                FAST,
-            )
+            _stage(k_data, k_scales, k_workspace, *place, HEADS, D, K_FORMAT, False, N, FAST)
     else:
         if first + slab + tl.program_id(0) * (N // (DV // 16)) < end:
-            _stage(
-                v_data,
-                v_scales,
-                v_workspace,
-                block_table,
-                block_table_stride,
-                page_size,
-                b,
-                head,
-                first,
-                end,
-                slab,
-                slab_tokens,
-                HEADS,
-                DV,
-                V_FORMAT,
-                V_FOUR_TOKEN,
-                N,
-                FAST,
-            )
+            _stage(v_data, v_scales, v_workspace, *place, HEADS, DV, V_FORMAT, V_FOUR_TOKEN, N, FAST)
 
 
 @triton.jit
@@ -301,10 +246,7 @@ def prefill_kernel(
     v_exact,
     v_exact_strides,
     sink_logits,
-    lengths,
-    q_lengths,
-    starts,
-    exact_from,
+    rows,
     out,
     lse,
     scale,
@@ -346,18 +288,7 @@ def prefill_kernel(
     i = row // GROUP
     q_head = head * GROUP + row % GROUP
     first_query, num_new, start, first_new, stored, stored_end, ring = _row_bounds(
-        b,
-        lengths,
-        q_lengths,
-        starts,
-        exact_from,
-        length_limit,
-        num_queries,
-        window,
-        NUM_SINKS,
-        HAS_NEW,
-        HAS_EXACT,
-        RING,
+        b, rows, length_limit, num_queries, window, NUM_SINKS, HAS_NEW, HAS_EXACT, RING
     )
     real = i < tl.minimum(num_new, num_queries)
     query = first_query + i
@@ -661,7 +592,7 @@ def _run_rows(
             v_workspace,
             block_table,
             0 if block_table is None else block_table.stride(0),
-            *row_bounds,
+            row_bounds,
             num_queries,
             call.page_size,
             length_limit,
@@ -689,7 +620,7 @@ def _run_rows(
             call.v_bias,
             *_with_strides(call.k_new, call.v_new, call.k_exact, call.v_exact),
             None if partial else call.sink_logits,
-            *row_bounds,
+            row_bounds,
             parts,
             part_lse,
             call.softmax_scale,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ pytest.importorskip("transformers")
 
 from hf_models import greedy, llama, prompt
 
-from torch_fp4kv import NVFP4Cache, PagedNVFP4Cache
+from torch_fp4kv import NVFP4Cache, NVFP4KVCache, PagedNVFP4Cache
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -60,6 +61,26 @@ def test_layers_of_two_devices_come_together():
     for layer in range(3):
         x = torch.randn(2, 2, 1, 64, device="meta")
         cache.update(x, x.clone(), layer)
+
+
+@pytest.mark.parametrize("made", ["growing", "static", "module", "pool"])
+def test_tokens_of_another_device_are_refused_before_anything_is_written(made):
+    x = torch.randn(1, 2, 20, 64)
+    token, elsewhere = x[:, :, :1], x[:, :, :1].to("meta")
+    if made == "module":
+        cache = NVFP4KVCache(1, 64, 2, 64, torch.float32)
+        update, positions = cache.update, lambda: cache.positions
+    else:
+        config = llama(num_hidden_layers=1).config
+        pool = PagedNVFP4Cache(config, 4, 1, 64, 16, torch.float32)
+        cache = pool.row(pool.admit()) if made == "pool" else NVFP4Cache(config, 64 if made == "static" else None)
+        update, positions = functools.partial(cache.update, layer_idx=0), lambda: cache.layers[0].positions
+    update(x, x.clone())
+    with pytest.raises(ValueError, match="this layer is on cpu, K on meta and V on meta"):
+        update(elsewhere, elsewhere)
+    assert positions().lengths.tolist() == [20]
+    update(token, token)
+    assert positions().lengths.tolist() == [21]
 
 
 @pytest.mark.parametrize("pooled", [False, True], ids=["cache", "pool"])

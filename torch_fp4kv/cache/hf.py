@@ -189,7 +189,8 @@ class NVFP4Layer(CacheLayerMixin):
         return (0 if self.positions is None else self.positions.host_length) + query_length, 0
 
     def get_seq_length(self) -> Any:
-        """Tokens stored: an int where the cache grows, else an int32 `[]` tensor (compiled code needs one)."""
+        """Tokens stored: an int where the cache grows, else an int32 `[]` tensor (compiled code needs one), which goes
+        on to follow the cache: keep an `int` of it."""
         if self.positions is None:
             return 0
         return self.positions.host_length if self.max_cache_len is None else self.positions.lengths[0]

@@ -216,6 +216,11 @@ class LayerStorage(Buffers):
                 f"this layer holds {expected[0]} KV heads of size {expected[1]} (K) and {expected[2]} (V); "
                 f"got K {list(k.shape)} and V {list(v.shape)}"
             )
+        if not k.device == v.device == self.k_data.device:
+            raise ValueError(
+                f"this layer is on {self.k_data.device}, K on {k.device} and V on {v.device}: move the cache with "
+                "to(device), or an offloaded layer back with prefetch()"
+            )
         if k.shape[0] != rows:
             raise ValueError(f"the cache holds {rows} rows, got {k.shape[0]}; reset() it first")
 

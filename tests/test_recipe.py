@@ -196,7 +196,7 @@ def test_a_short_prompt_is_neither_shifted_nor_rotated():
     for tokens, moved in ((3, False), (40, True)):
         storage, _ = stored(get_recipe("nvfp4"), k[:, :, :tokens], k[:, :, :tokens].clone())
         assert bool((storage.k_bias != 0).all()) == moved
-        assert storage.k_rotation == (largest_block(DIM) if moved else 0)
+        assert storage.k_rotation() == (largest_block(DIM) if moved else 0)
 
 
 @pytest.mark.parametrize(("padding", "enough"), [([61, 61], False), ([56, 60], True), ([40, 63], True)])

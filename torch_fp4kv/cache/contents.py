@@ -68,3 +68,5 @@ def make_room(cache: NVFP4Cache, contents: Sequence[Contents], device: torch.dev
         cache.forget_positions()
         for one in contents:
             one.allocate(torch.device(device or "cpu"))
+    for positions in cache.all_positions():
+        positions.rows = max(one.batch for one in contents)

@@ -48,7 +48,7 @@ class KVHandle:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.update.storage.dtype
+        return self.update.storage.like.dtype
 
     @property
     def device(self) -> torch.device:

@@ -335,7 +335,9 @@ def _layers_of(cache: NVFP4Cache | PagedNVFP4Cache, initialized: bool = False) -
     for index, layer in enumerate(cache.layers):
         if layer.is_initialized and (initialized or not layer.storage.empty):
             total = cache.shard.total(layer.num_heads, layer.kv_heads)
-            yield _Layer(index, layer.storage, layer.positions, cache.shard.heads(total), total)
+            positions = layer.positions
+            assert positions is not None
+            yield _Layer(index, layer.storage, positions, cache.shard.heads(total), total)
 
 
 def _complete(messages: list[_Message]) -> list[list[_Message]]:

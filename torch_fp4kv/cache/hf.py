@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..ops import checks
@@ -26,20 +26,22 @@ attention_interface.register()
 SMALLEST_NORMAL_BITS = 8
 """e4m3 bits of 2^-6; below, a block scale has fewer than four significant bits."""
 
-_UNKNOWN = -1
-"""`calls` of a layer that ran in compiled code, which does not count."""
-
 _DAMAGED = "an operation on the cache ended halfway, and rows or layers differ: reset() the cache"
 
 _GROWTH = 256
 """Tokens by which a growing cache is enlarged at least; it also grows by half, so copies stay amortised."""
 
 
-class NVFP4Layer(CacheLayerMixin):
+class NVFP4Layer(CacheLayerMixin, nn.Module):
     """One layer's part of an `NVFP4Cache`.
 
+    A module for the sake of compiled code: Dynamo looks at one tag to see that nothing in it was replaced, where it
+    would look at each attribute of other objects before each token. So compiled code, which runs the cache's `update`,
+    does not write here, and reads nothing but tensors, strings, bools and numbers that a model has but one of.
+
     Args:
-        cache: the cache it belongs to, which holds the positions.
+        cache: the cache it belongs to, which stores tokens and holds the positions.
+        index: its place in the cache.
         recipe: how K and V are kept.
         max_cache_len: most tokens a row can hold; None for a layer that grows.
         sliding_window: tokens that a query of this layer sees, itself included; -1 for all.
@@ -51,27 +53,42 @@ class NVFP4Layer(CacheLayerMixin):
     def __init__(
         self,
         cache: NVFP4Cache,
+        index: int,
         recipe: Recipe,
         max_cache_len: int | None,
         sliding_window: int = -1,
         kv_heads: int | None = None,
     ) -> None:
+        nn.Module.__init__(self)
         self.is_initialized = False
         self.cache = cache
+        self.index = index
         self.kv_heads = kv_heads
         self.max_cache_len = max_cache_len
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window > 0
         self.is_compileable = max_cache_len is not None
+        self.grows = max_cache_len is None and not self.is_sliding
         tokens = max_cache_len or 0
         if self.is_sliding:
             tokens = min(tokens or sliding_window + RING_SLACK, sliding_window + RING_SLACK)
         self.storage = LayerStorage(recipe, whole_tiles(tokens), sliding_window)
-        self.positions: Positions | None = None
+        # Which of the cache's positions are the layer's; None until it has buffers.
+        self.group: int | None = None
         self._view: Update | None = None
         self.leads = False
         # Updates since the last reset, to be as many in each layer.
         self.calls = 0
+
+    @property
+    def positions(self) -> Positions | None:
+        """Where the rows stand, shared with other layers; None until the layer has buffers."""
+        return self.cache.layer_positions(self.index)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows in use."""
+        return 0 if self.positions is None else self.positions.rows
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates for the batch, heads, dtype and device of `key_states` and `value_states` `[B, H, n, ·]`."""
@@ -83,53 +100,18 @@ class NVFP4Layer(CacheLayerMixin):
         self.cache.set_positions(self, key_states.shape[0], key_states.device)
         self.device = key_states.device
         self.dtype = self.storage.dtype
-        self.batch_size = key_states.shape[0]
         self.num_heads = key_states.shape[1]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Quantises and stores `key_states` `[B, H, n, D]` and `value_states` `[B, H, n, Dv]`, in place.
+        """As `NVFP4Cache.update`."""
+        stored: tuple[Any, Any] = self.cache.update(key_states, value_states, self.index)
+        return stored
 
-        Returns:
-            Handles for K and V that attention reads, or tensors where the cache was made with `materialize=True`.
-
-        Raises:
-            ValueError: the tokens don't fit, or shapes don't go with what is stored; nothing was written.
-            RuntimeError: a gradient would be recorded, or an earlier call ended halfway.
-        """
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise RuntimeError(
-                "a quantised KV cache is for inference, and K or V requires a gradient: "
-                "call the model under torch.no_grad() or torch.inference_mode()"
-            )
-        shard = self.cache.shard
-        key_states, value_states = shard.own(key_states, self.kv_heads), shard.own(value_states, self.kv_heads)
-        if self.storage.empty:
-            self.cache.check_padding(key_states.shape[0])
-            if not self.is_initialized or self._outgrown(key_states, value_states):
-                self.lazy_initialization(key_states, value_states)
-        assert self.positions is not None
-        batch, num_new = key_states.shape[0], key_states.shape[2]
-        self.storage.check(key_states, value_states, batch if self.storage.empty else self.batch_size)
-        self.batch_size = batch
-        if self.leads:
-            self.positions.check_room(num_new)
-        self._check_turn(self.positions)
-        if self.max_cache_len is None and not self.is_sliding:
-            length = self.positions.host_length + (num_new if self.leads else 0)
-            if length > self.storage.tokens:
-                self.storage.grow(_round_up(max(length, self.storage.tokens * 3 // 2)))
-        if self.leads:
-            # Counted first: whatever ends this call from here on, the next one sees that it did.
-            if self.positions.calls != _UNKNOWN:
-                self.positions.calls += 1
-            self.positions.advance(num_new)
-        update = self.storage.write(key_states, value_states, self.positions)
-        if self.calls != _UNKNOWN:
-            self.calls += 1
-        if self.cache.materialize:
-            return update.keys()[:batch], update.values()[:batch]
-        return KVHandle(update, batch, is_key=True), KVHandle(update, batch, is_key=False)
+    def make_room(self, k: Tensor, v: Tensor) -> None:
+        """Allocates, unless the buffers do for first tokens `k` and `v` `[B, H, n, ·]`."""
+        if not self.is_initialized or self._outgrown(k, v):
+            self.lazy_initialization(k, v)
 
     @property
     def keys(self) -> Any:
@@ -166,34 +148,13 @@ class NVFP4Layer(CacheLayerMixin):
         alone = all(self.positions is not known for known in self.cache.all_positions())
         return alone or k.shape[0] > rows or {k.device} != devices or dtype != self.storage.dtype
 
-    def _check_turn(self, positions: Positions) -> None:
-        """Raises RuntimeError unless each layer before this one stored these tokens, and this one all earlier ones."""
-        if self.cache.damaged:
-            raise RuntimeError(_DAMAGED)
-        if torch.compiler.is_compiling():
-            self.calls = positions.calls = _UNKNOWN
-        if self.calls == _UNKNOWN or positions.calls == _UNKNOWN:
-            return
-        before = positions.calls - (not self.leads)
-        if self.calls != before:
-            raise RuntimeError(
-                f"this layer stored tokens {self.calls} times before, the first layer {before} times: a "
-                "call of the model ended halfway (reset() the cache), or the model stores twice a layer (an "
-                "encoder-decoder takes EncoderDecoderCache(NVFP4Cache(config), NVFP4Cache(config)))"
-            )
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """`(columns, offset)` of a mask: a column for each position, from 0."""
-        if self.max_cache_len is not None:
-            return self.max_cache_len, 0
-        return (0 if self.positions is None else self.positions.host_length) + query_length, 0
+        """As `NVFP4Cache.get_mask_sizes`."""
+        return self.cache.get_mask_sizes(query_length, self.index)
 
     def get_seq_length(self) -> Any:
-        """Tokens stored: an int where the cache grows, else an int32 `[]` tensor (compiled code needs one), which goes
-        on to follow the cache: keep an `int` of it."""
-        if self.positions is None:
-            return 0
-        return self.positions.host_length if self.max_cache_len is None else self.positions.lengths[0]
+        """As `NVFP4Cache.get_seq_length`."""
+        return self.cache.get_seq_length(self.index)
 
     def get_max_length(self) -> int:
         """Most tokens a row can hold; -1 where the cache grows."""
@@ -214,33 +175,18 @@ class NVFP4Layer(CacheLayerMixin):
             self.positions.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes the old row `beam_idx[i]`."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps rows `indices` (int64), in that order."""
-        if self.positions is None:
-            return
-        indices = indices.to(self.device)
-        self.storage.select(indices, self.batch_size)
-        if self.leads:
-            self.positions.select(indices, self.batch_size)
-        self.batch_size = self.storage.batch_size
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes `repeats` rows, next to each other."""
-        if self.positions is not None:
-            self.batch_select_indices(torch.arange(self.batch_size, device=self.device).repeat_interleave(repeats))
+        """Not by itself: rows are the cache's, which has it for all layers."""
+        self.cache.reorder_cache(beam_idx)
 
     def offload(self) -> None:
         """Moves what is stored to the CPU."""
         if self.is_initialized:
-            self.storage.to("cpu")
+            self.storage.move_to("cpu")
 
     def prefetch(self) -> None:
         """Moves what is stored back to the layer's device."""
         if self.is_initialized and self.storage.k_data.device != self.device:
-            self.storage.to(self.device)
+            self.storage.move_to(self.device)
 
 
 class NVFP4Cache(Cache):
@@ -285,6 +231,9 @@ class NVFP4Cache(Cache):
         # it if this one tried to store its first tokens and did not.
         self._padding_noted = self._padding_tried = False
         self._positions: dict[tuple[torch.device, int], Positions] = {}
+        self._capacity = max_cache_len
+        # Whether all calls since the last reset are in `calls`: compiled code does not count.
+        self._counted = True
         self._saturation_reported = False
         self.damaged = False
         self.shard = Shard(tp_rank, tp_size)
@@ -296,6 +245,7 @@ class NVFP4Cache(Cache):
         layers = [
             NVFP4Layer(
                 self,
+                index,
                 self.shard.of(self.recipe.for_layer(index, kind)),
                 max_cache_len,
                 window,
@@ -303,6 +253,9 @@ class NVFP4Cache(Cache):
             )
             for index, (kind, window) in enumerate(kinds)
         ]
+        # What layers share, at the place that a layer calls its `group`: compiled code would compare one and the same
+        # object in each layer with that of the first.
+        self._groups: list[Positions | None] = [None] * len(layers)
         super().__init__(layers=layers)
 
     def __repr__(self) -> str:
@@ -320,12 +273,25 @@ class NVFP4Cache(Cache):
         known = self._positions.get((device, ring))
         if known is not None and known.batch_size >= batch:
             layer.leads = layer.leads and known is layer.positions
-            layer.positions = known
+            self._join(layer, known)
             return
         positions = Positions(batch, layer.max_cache_len, ring, device)
         self._apply_padding(positions)
-        layer.leads, layer.positions = True, positions
+        layer.leads = True
+        self._join(layer, positions)
         self._positions[device, ring] = positions
+
+    def _join(self, layer: NVFP4Layer, positions: Positions) -> None:
+        """Makes `positions` those of `layer`."""
+        taken = {other.group for other in self.layers if other is not layer}
+        same = [i for i, known in enumerate(self._groups) if known is positions]
+        layer.group = same[0] if same else min(set(range(len(self.layers))) - taken)
+        self._groups[layer.group] = positions
+
+    def layer_positions(self, index: int) -> Positions | None:
+        """Where the rows of layer `index` stand; None until it has buffers."""
+        group = self.layers[index].group
+        return None if group is None else self._groups[group]
 
     def all_positions(self) -> list[Positions]:
         """Each distinct set of positions: one for every device and ring size."""
@@ -348,7 +314,8 @@ class NVFP4Cache(Cache):
         storing = self.layers[: self._num_storing]
         if self.damaged:
             raise RuntimeError(_DAMAGED)
-        if any(layer.storage.empty for layer in storing) or len({layer.calls for layer in storing} - {_UNKNOWN}) > 1:
+        uneven = self._counted and len({layer.calls for layer in storing}) > 1
+        if uneven or any(layer.storage.empty for layer in storing):
             raise RuntimeError("a call of the model ended halfway, and layers hold different tokens: reset() the cache")
 
     def save(self, path: str | Path) -> None:
@@ -446,22 +413,93 @@ class NVFP4Cache(Cache):
         super().reset()
         self._starts = None
         self._padding_noted = self._padding_tried = False
+        self._counted = True
         self.damaged = False
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """As `NVFP4Layer.update`, for layer `layer_idx`."""
+        """Quantises and stores `key_states` `[B, H, n, D]` and `value_states` `[B, H, n, Dv]` in layer `layer_idx`, in
+        place.
+
+        Returns:
+            Handles for K and V that attention reads, or tensors where the cache was made with `materialize=True`.
+
+        Raises:
+            ValueError: the tokens don't fit, or shapes don't go with what is stored; nothing was written.
+            RuntimeError: a gradient would be recorded, or an earlier call ended halfway.
+        """
         attention_interface.note_cache(None)
         if not torch.compiler.is_compiling():
             self._padding_tried = self._padding_noted
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise RuntimeError(
+                "a quantised KV cache is for inference, and K or V requires a gradient: "
+                "call the model under torch.no_grad() or torch.inference_mode()"
+            )
+        layer = self.layers[layer_idx]
+        key_states = self.shard.own(key_states, layer.kv_heads)
+        value_states = self.shard.own(value_states, layer.kv_heads)
+        storage, batch, num_new = layer.storage, key_states.shape[0], key_states.shape[2]
+        if storage.empty:
+            self.check_padding(batch)
+            layer.make_room(key_states, value_states)
+        positions = self._groups[layer.group]
+        assert positions is not None
+        storage.check(key_states, value_states, batch if storage.empty else positions.rows)
+        if layer.leads:
+            positions.check_room(num_new)
+        self._check_turn(layer, positions)
+        if layer.grows:
+            length = positions.host_length + (num_new if layer.leads else 0)
+            if length > storage.tokens:
+                storage.grow(_round_up(max(length, storage.tokens * 3 // 2)))
+        if layer.leads:
+            # Counted first: whatever ends this call from here on, the next one sees that it did.
+            if not torch.compiler.is_compiling():
+                positions.calls += 1
+            positions.rows = batch
+            positions.advance(num_new)
+        update = storage.write(key_states, value_states, positions)
+        if not torch.compiler.is_compiling():
+            layer.calls += 1
+        if self.materialize:
+            return update.keys()[:batch], update.values()[:batch]
+        return KVHandle(update, batch, is_key=True), KVHandle(update, batch, is_key=False)
+
+    def _check_turn(self, layer: NVFP4Layer, positions: Positions) -> None:
+        """Raises RuntimeError unless each layer before `layer` stored these tokens, and this one all earlier ones."""
+        if self.damaged:
+            raise RuntimeError(_DAMAGED)
+        if torch.compiler.is_compiling():
+            self._counted = False
+        if not self._counted:
+            return
+        before = positions.calls - (not layer.leads)
+        if layer.calls != before:
+            raise RuntimeError(
+                f"this layer stored tokens {layer.calls} times before, the first layer {before} times: a "
+                "call of the model ended halfway (reset() the cache), or the model stores twice a layer (an "
+                "encoder-decoder takes EncoderDecoderCache(NVFP4Cache(config), NVFP4Cache(config)))"
+            )
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """`(columns, offset)` of a mask: a column for each position, from 0."""
         if not self.materialize:
             attention_interface.note_cache(self)
         if not torch.compiler.is_compiling():
             for positions in self._positions.values():
                 positions.poll()
-        return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
+        if self._capacity is not None:
+            return self._capacity, 0
+        known = self.layer_positions(layer_idx)
+        return (0 if known is None else known.host_length) + query_length, 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Tokens stored: an int where the cache grows, else an int32 `[]` tensor (compiled code needs one), which goes
+        on to follow the cache: keep an `int` of it."""
+        positions = self.layer_positions(layer_idx)
+        if positions is None:
+            return 0
+        return positions.host_length if self._capacity is None else positions.lengths[0]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drops the last `|tokens_to_remove|` tokens of every row, given as a negative number as transformers does.
@@ -496,9 +534,7 @@ class NVFP4Cache(Cache):
             IndexError: a row is not there. (Indices on a GPU are not looked at; there it is a device-side assert.)
             TypeError: `indices` are no integers.
         """
-        indices = self._row_indices(indices)
-        with self.changing():
-            super().batch_select_indices(indices)
+        self._select(self._row_indices(indices))
 
     def _row_indices(self, indices: Tensor | Sequence[int]) -> Tensor:
         indices = torch.as_tensor(indices)
@@ -515,8 +551,18 @@ class NVFP4Cache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows, next to each other; ValueError unless that is a positive number."""
         checks.count(repeats, "repeats")
+        rows = next((layer.batch_size for layer in self.layers if layer.is_initialized), 0)
+        self._select(torch.arange(rows).repeat_interleave(repeats))
+
+    def _select(self, rows: Tensor) -> None:
+        """Keeps rows `rows` (int `[B]`), in that order."""
         with self.changing():
-            super().batch_repeat_interleave(repeats)
+            for layer in self.layers:
+                if layer.positions is not None:
+                    layer.storage.select(rows.to(layer.device), layer.batch_size)
+            for layer in self.layers:
+                if layer.leads:
+                    layer.positions.select(rows.to(layer.device))
 
     def to(self, device: torch.device | str) -> NVFP4Cache:
         """Moves all layers to one device; compiled code that has seen the buffers is compiled again."""
@@ -526,13 +572,13 @@ class NVFP4Cache(Cache):
             for layer in self.layers:
                 if layer.positions is None:
                     continue
-                layer.storage.to(device)
+                layer.storage.move_to(device)
                 layer.device = device
                 key = (device, layer.positions.ring)
                 layer.leads = key not in shared
                 if layer.leads:
                     layer.positions.to(device)
-                layer.positions = shared.setdefault(key, layer.positions)
+                self._join(layer, shared.setdefault(key, layer.positions))
             self._positions = shared
         return self
 

@@ -134,7 +134,7 @@ class NVFP4KVCache(nn.Module):
         """`to` and its kin move the cache; its dtypes are part of the format and stay."""
         super()._apply(fn, recurse)
         device = fn(self.positions.lengths).device
-        self.storage.to(device)
+        self.storage.move_to(device)
         self.positions.to(device)
         return self
 
@@ -142,10 +142,11 @@ class NVFP4KVCache(nn.Module):
         """Bytes of all state."""
         return self.storage.nbytes()
 
-    def extra_repr(self) -> str:
+    def __repr__(self) -> str:
         rows, held = self._rows, int(self.positions.lengths.max())
         kept = self.storage.description
-        return f"{kept}; {held} of {self.positions.capacity} tokens, {rows} rows, {self.nbytes() / 2**20:.2f} MiB"
+        size = f"{held} of {self.positions.capacity} tokens, {rows} rows, {self.nbytes() / 2**20:.2f} MiB"
+        return f"NVFP4KVCache({kept}; {size})"
 
     def forward(self, input_pos: Tensor | None, k: Tensor, v: Tensor) -> tuple[Any, Any]:
         """`update`, as litgpt calls it."""

@@ -31,6 +31,7 @@ class Positions(Buffers):
         exact_from: oldest position read from the exact ring: the first of the last new tokens has R exact ones, itself
             counted in, whatever was dropped before. `exact_before` is the same for the ring from before `advance`.
         shared_padding: first positions that no row sees, known on the host.
+        rows: rows in use, the first ones.
         host_length: the longest row, known on the host; kept only where the cache grows.
         block_table: int32 `[B, max_pages]` where rows lie in pages of a pool, else None.
         longest: what `lengths` has been at most; a crop leaves it.
@@ -49,6 +50,7 @@ class Positions(Buffers):
         self.exact_from = allocate((batch,), torch.int32, device)
         self.exact_before = allocate((batch,), torch.int32, device)
         self.longest = allocate((batch,), torch.int32, device)
+        self.rows = batch
         self.padded = False
         self.shared_padding = 0
         self.host_length = 0
@@ -229,11 +231,10 @@ class Positions(Buffers):
         self._flag = None
         self._slots.clear()
 
-    def select(self, rows: Tensor, batch: int) -> None:
-        """Keeps rows `rows` (int64 `[B']`) of the first `batch`, in that order; in place where the number of rows
-        stays."""
+    def select(self, rows: Tensor) -> None:
+        """Keeps rows `rows` (int64 `[B']`) of those in use, in that order; in place where the number of rows stays."""
         names = ("lengths", "starts", "held_from", "exact_from", "exact_before", "longest", "overflowed")
-        selected = {name: getattr(self, name)[:batch].index_select(0, rows) for name in names}
+        selected = {name: getattr(self, name)[: self.rows].index_select(0, rows) for name in names}
         if len(rows) == self.batch_size:
             for name, new in selected.items():
                 getattr(self, name).copy_(new)
@@ -241,5 +242,6 @@ class Positions(Buffers):
             # In one step, so that an interrupt cannot leave tensors of different numbers of rows.
             device = self.lengths.device
             vars(self).update({n: allocate((len(rows),), t.dtype, device).copy_(t) for n, t in selected.items()})
+        self.rows = len(rows)
         self._flag = None
         self._slots.clear()

@@ -163,4 +163,3 @@ class _Saved:
             target = tensor[:, :, :used] if name in _TOKEN_TENSORS else tensor
             target.copy_(self.tensors[name])
         layer.storage.empty = False
-        layer.batch_size = self.contents.batch

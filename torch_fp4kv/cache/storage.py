@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..ops import checks
 from ..ops.append import append
@@ -44,8 +44,8 @@ def whole_tiles(tokens: int) -> int:
     return -(-tokens // 128) * 128
 
 
-class LayerStorage(Buffers):
-    """K and V of one layer in the formats of a recipe.
+class LayerStorage(Buffers, nn.Module):
+    """K and V of one layer in the formats of a recipe; why a module, see `NVFP4Layer`.
 
     Attributes:
         k_data, k_scales, v_data, v_scales: as `fp4kv::append` takes them, with one page of T tokens a row.
@@ -60,7 +60,11 @@ class LayerStorage(Buffers):
     """
 
     def __init__(self, recipe: Recipe, tokens: int, window: int = -1) -> None:
+        super().__init__()
         self.recipe = recipe
+        self.k_format, self.v_format = recipe.k_format, recipe.v_format
+        self.scale_rule = recipe.scale_rule
+        self.num_sink_tokens = recipe.num_sink_tokens
         self.tokens = tokens
         self.window = window
         self.empty = True
@@ -92,7 +96,8 @@ class LayerStorage(Buffers):
         checks.head_dim(v.shape[-1], "V")
         checks.floating(k, "K")
         recipe, device, heads = self.recipe, k.device, k.shape[1]
-        self.dtype = torch.promote_types(k.dtype, v.dtype)
+        self.like = torch.empty(0, dtype=torch.promote_types(k.dtype, v.dtype), device=device)
+        self.head_dim, self.v_head_dim = k.shape[-1], v.shape[-1]
         self.k_data, self.k_scales = self._data(recipe.k_format, k)
         self.v_data, self.v_scales = self._data(recipe.v_format, v)
         # A scale that can be read before one is chosen.
@@ -149,6 +154,10 @@ class LayerStorage(Buffers):
         return view
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return self.like.dtype
+
     def k_rotation(self) -> int:
         """Channels that are rotated together, 0 where K is not; with an order, which makes blocks alike, a block's."""
         if not self.rotated:
@@ -158,7 +167,7 @@ class LayerStorage(Buffers):
     @property
     def transform(self) -> KeyTransform:
         """What stored K is of K."""
-        return KeyTransform(self.k_bias, self.k_factors, self.k_order, self.k_rotation)
+        return KeyTransform(self.k_bias, self.k_factors, self.k_order, self.k_rotation())
 
     def _data(self, storage_format: str, x: Tensor, pages: int | None = None) -> tuple[Tensor, Tensor | None]:
         batch, heads, _, dim = x.shape
@@ -173,18 +182,6 @@ class LayerStorage(Buffers):
     @property
     def batch_size(self) -> int:
         return self.k_data.shape[0]
-
-    @property
-    def head_dim(self) -> int:
-        return self._dim(self.k_data, self.recipe.k_format)
-
-    @property
-    def v_head_dim(self) -> int:
-        return self._dim(self.v_data, self.recipe.v_format)
-
-    @staticmethod
-    def _dim(data: Tensor, storage_format: str) -> int:
-        return data.shape[-1] * (BLOCK if storage_format in ("nvfp4", "block-fp4") else 1)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that holds state, by name."""
@@ -230,8 +227,9 @@ class LayerStorage(Buffers):
         Returns:
             What attention of these tokens' queries reads.
         """
-        k, v = k.to(self.dtype), v.to(self.dtype)
+        k, v = k.to(self.like.dtype), v.to(self.like.dtype)
         batch, _, num_new, _ = k.shape
+        tokens = self.k_data.shape[2]
         # A sliding layer's ring has room for the windows of MAX_DECODE_TOKENS queries, not for those of more.
         exact = num_new > MAX_DECODE_TOKENS and (self.recipe.exact_prefill or self.window > 0)
         update = Update(
@@ -245,11 +243,11 @@ class LayerStorage(Buffers):
         )
         if self.empty and not self.frozen and num_new:
             self.calibrate(k, v, positions)
-        slots, exact_slots = positions.slots(batch, num_new, self.tokens, self.recipe.num_sink_tokens)
-        if num_new > self.tokens and positions.block_table is None:
+        slots, exact_slots = positions.slots(batch, num_new, tokens, self.num_sink_tokens)
+        if num_new > tokens and positions.block_table is None:
             # Only a sliding layer gets here: what would be overwritten at once is not written.
-            k, v, slots = k[:, :, -self.tokens :], v[:, :, -self.tokens :], slots[:, -self.tokens :]
-            exact_slots = None if exact_slots is None else exact_slots[:, -self.tokens :]
+            k, v, slots = k[:, :, -tokens:], v[:, :, -tokens:], slots[:, -tokens:]
+            exact_slots = None if exact_slots is None else exact_slots[:, -tokens:]
         append(
             self.k_data,
             self.k_scales,
@@ -264,17 +262,17 @@ class LayerStorage(Buffers):
             v_bias=self.v_bias,
             k_factors=self.k_factors,
             k_order=self.k_order,
-            k_rotation=self.k_rotation,
+            k_rotation=self.k_rotation(),
             k_exact=self.k_exact,
             v_exact=self.v_exact,
             exact_slots=None if self.k_exact is None else exact_slots,
             skip_negative=positions.block_table is not None,
-            k_format=self.recipe.k_format,
-            v_format=self.recipe.v_format,
-            scale_rule=self.recipe.scale_rule,
+            k_format=self.k_format,
+            v_format=self.v_format,
+            scale_rule=self.scale_rule,
             v_scale_layout=self.v_scale_layout,
         )
-        if num_new:
+        if num_new and self.empty:
             self.empty = False
         return update
 
@@ -316,7 +314,7 @@ class LayerStorage(Buffers):
     def _block_amax_of_k(self, k: Tensor, first: Tensor) -> Tensor:
         """`block_amax` of `k` as it is stored."""
         if self.k_factors is None and self.k_order is None:
-            return block_amax(k, first, self.k_bias, self.k_rotation)
+            return block_amax(k, first, self.k_bias, self.k_rotation())
         return block_amax(self.transform.key(k), first)
 
     def _clone_rings(self, batch: int) -> Before:
@@ -358,7 +356,7 @@ class LayerStorage(Buffers):
             **{name: allocate(tuple(new.shape), new.dtype, new.device).copy_(new) for name, new in selected.items()}
         )
 
-    def to(self, device: torch.device | str) -> None:
+    def move_to(self, device: torch.device | str) -> None:
         """Moves all state."""
         self._replace(
             **{
@@ -478,11 +476,11 @@ class Update:
             k_exact=k_exact,
             v_exact=v_exact,
             exact_from=exact_from[:batch] if k_exact is not None and positions.ring else None,
-            num_sink_tokens=0 if k_exact is None else storage.recipe.num_sink_tokens,
+            num_sink_tokens=0 if k_exact is None else storage.num_sink_tokens,
             k_bias=storage.k_bias,
             k_factors=storage.k_factors,
             k_order=storage.k_order,
-            k_rotation=storage.k_rotation,
+            k_rotation=storage.k_rotation(),
             v_bias=storage.v_bias,
             mask=mask,
             sink_logits=sink_logits,
@@ -490,8 +488,8 @@ class Update:
             window=window,
             softcap=softcap,
             scale=scale,
-            k_format=storage.recipe.k_format,
-            v_format=storage.recipe.v_format,
+            k_format=storage.k_format,
+            v_format=storage.v_format,
             v_scale_layout=storage.v_scale_layout,
         )
         return out[:, :, missing:].contiguous() if missing else out

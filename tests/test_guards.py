@@ -1,0 +1,59 @@
+"""What compiled code looks at before each token: of a layer that nothing was replaced in, one tag."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from hf_models import llama, prompt
+from transformers import MistralConfig, MistralForCausalLM
+
+from torch_fp4kv import NVFP4Cache
+
+
+def sliding() -> Any:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        sliding_window=24,
+    )
+    return MistralForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "fp4kv"])
+@pytest.mark.parametrize("make", [llama, sliding], ids=["full", "sliding"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8", "bf16"])
+def test_a_layer_is_guarded_by_one_tag(make: Any, recipe: str, implementation: str) -> None:
+    """And none is compared with another. (Torch 2.13 and later look at tags where they are told to.)"""
+    model = make()
+    model.set_attn_implementation(implementation)
+    torch._dynamo.reset()
+
+    def step(ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        logits: torch.Tensor = model(ids, past_key_values=cache).logits
+        return logits
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    cache = NVFP4Cache(model.config, 64, recipe)
+    settings = {"error_on_recompile": True, "use_recursive_dict_tags_for_guards": True}
+    with torch.no_grad(), torch._dynamo.config.patch(settings):
+        step(prompt(), cache)
+        for _ in range(3):
+            compiled(prompt(tokens=1), cache)
+    (entry,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(step.__code__)
+    guards = str(entry.guard_manager)
+    layers = re.findall(r"source=L\['cache'\]\.layers\[\d+\],.*", guards)
+    assert len(layers) == 2
+    # That is: the tag vouches for all below it, and nothing below it is looked at.
+    assert all("tag_safe=(True, True)" in layer for layer in layers)
+    assert not re.findall(r"LAMBDA_GUARD: L\['cache'\].*", guards)

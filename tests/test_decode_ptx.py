@@ -66,6 +66,14 @@ def test_head_sizes(d: int, dv: int) -> None:
         compare(c, out, lse)
 
 
+@pytest.mark.parametrize("d", [64, 256], ids="D {}".format)
+def test_tokens_of_v_in_pairs(d: int) -> None:
+    c = call(head_dim=d, v_head_dim=d, heads=16, lengths=(70, 9))
+    with ptx.launches():
+        out, lse = decode.run(c)
+    compare(c, out, lse)
+
+
 @pytest.mark.parametrize("capability", [80, 90], ids="sm_{}".format)
 @pytest.mark.parametrize("eager", [False, True], ids=["late copies", "early copies"])
 def test_copies_are_awaited(capability: int, eager: bool) -> None:
@@ -158,12 +166,11 @@ def test_results_do_not_depend_on_how_work_is_spread(heads: int) -> None:
 
 
 @pytest.mark.parametrize("has_e4m3", [False, True])
-@pytest.mark.parametrize("num_words", [1, 2, 4])
-def test_unpacking_is_exact(has_e4m3: bool, num_words: int) -> None:
+@pytest.mark.parametrize(("num_words", "scales"), [(1, 1), (2, 2), (4, 2), (2, 0), (4, 0)])
+def test_unpacking_is_exact(has_e4m3: bool, num_words: int, scales: int) -> None:
     """Every code in every place under every scale gives `code · scale · 2^-14`, without rounding."""
     operands = 8 * num_words
     names = [f"%h{i}" for i in range(operands)] + [f"%w{i}" for i in range(num_words)] + ["%s", "%m1", "%m5", "%m9"]
-    scales = 1 if num_words == 1 else 2
     assembly = decode_unpack.unpack_asm(num_words, scales, has_e4m3)
     for i in reversed(range(len(names))):
         assembly = assembly.replace(f"${i}", names[i])
@@ -176,15 +183,15 @@ def test_unpacking_is_exact(has_e4m3: bool, num_words: int) -> None:
         words[0, :16] = np.arange(16, dtype=np.uint32) * np.uint32(0x11111111)
         second = min(first + 1, 0x7E)
         block.registers |= {f"%w{i}": words[i] for i in range(num_words)}
-        block.registers["%s"] = np.full(32, first | (second << 8 if scales == 2 else 0), np.uint16)
+        block.registers["%s"] = np.full(32, first | (0 if scales == 1 else second << 8), np.uint16)
         for name, value in zip(("%m1", "%m5", "%m9"), decode_unpack.SHIFTS):
             block.registers[name] = np.full(32, value, np.uint32)
         for step in program.steps[:-1]:
             step(block)
         for j in range(num_words):
-            bits = second if scales == 2 and j >= num_words // 2 else first
-            scale = ptx.e4m3(np.array([bits], np.uint8))
             for nibble in range(8):
+                is_second = nibble >= 4 if scales == 0 else scales == 2 and j >= num_words // 2
+                scale = ptx.e4m3(np.array([second if is_second else first], np.uint8))
                 place = 8 * j + 2 * (nibble % 4) + nibble // 4
                 found = block.registers[f"%h{place}"].view(np.float16).astype(np.float32)
                 code = words[j] >> np.uint32(4 * nibble) & np.uint32(15)

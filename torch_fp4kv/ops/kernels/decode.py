@@ -60,20 +60,18 @@ def configuration(columns: int, dp: int, dvp: int, capability: tuple[int, int]) 
     """The choices for `columns` columns and padded head sizes on a GPU of compute capability `capability`."""
     d = max(dp, dvp)
     c = 4 if columns <= 4 else min(16, 2048 // d, max(8, power_of_two(columns)))
-    tokens = 8192 // d
-    if c == 16:
-        tokens = max(32, tokens // 2)
-    group = 256 * max(1, c // 8) // tokens
-    registers = None
-    if c == 16:
-        # Accumulators take half of them: ten programs an SM.
-        return Configuration(c, tokens, group, stages=2, tiles=False, most=2, registers=200)
-    if c == 4 and d <= 128:
-        registers = 128
-    elif c == 4 and capability < (10, 0):
-        # With as many, code for Blackwell spills.
-        registers = 168
-    return Configuration(c, tokens, group, registers=registers)
+    if c == 4:
+        tokens = 8192 // d
+        # Code for Blackwell spills with 168.
+        registers = 128 if d <= 128 else None if capability >= (10, 0) else 168
+        return Configuration(c, tokens, 256 // tokens, registers=registers)
+    if c == 8 and d <= 128:
+        tokens = 4096 // d
+        return Configuration(c, tokens, 256 // tokens, tiles=False, registers=128)
+    # Accumulators take half of the registers: eight programs an SM, for whose second tile Hopper has room.
+    tokens = min(64, 8192 // d)
+    stages = 2 if (9, 0) <= capability < (12, 0) else 1
+    return Configuration(c, tokens, 32 * c // tokens, stages=stages, tiles=False, most=2)
 
 
 def padded(d: int) -> int:

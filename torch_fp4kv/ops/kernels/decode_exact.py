@@ -88,7 +88,6 @@ def exact_split(
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     HS: gl.constexpr = max(C, 8)
-    HV: gl.constexpr = 2 * C
     N: gl.constexpr = EXACT_SLOTS
     K_EXACT: gl.constexpr = linear(k_exact_map(N, DP))
     V_EXACT: gl.constexpr = linear(v_exact_map(N, DVP))
@@ -105,10 +104,10 @@ def exact_split(
     v_exact += b.to(gl.int64) * stride_ve_b + head.to(gl.int64) * stride_ve_h
     pointers = v_exact + (token * stride_ve_e)[:, None] + element
     v = gl.load(pointers, mask=seen[:, None] & (element < DV), other=0.0)
-    query, _ = load_query(
-        q, None, None, b, head, block, queries, stride_q_b, stride_q_h, stride_q_l, stride_q_d, G, C, HS, D, DP
+    query = load_query(
+        q, None, b, head, block, queries, stride_q_b, stride_q_h, stride_q_l, stride_q_d, G, C, HS, D, DP
     )
-    query, factor = query_operand(query, B, MMA)
+    query, factor = query_operand(query.to(gl.float32), B, MMA)
     factor = factor * scale
     column = block * C + gl.arange(0, HS, layout=gl.SliceLayout(0, MMA)) % C
     query_position = length - n + column // G
@@ -142,11 +141,15 @@ def exact_split(
     p = spread_probabilities(gl.exp2(s - finite(top)[None, :]), N, C, B)
 
     v, v_factor = exact_operand(v.to(gl.float32), 0)
-    v = gl.permute(gl.reshape(v, [N // 8, 4, 2, 8, DVP // 64, 2, 4]), (4, 6, 3, 0, 2, 1, 5))
-    v = gl.convert_layout(gl.reshape(v, [DVP // 2, 2 * N]), A, assert_trivial=True)
-    acc = mma_v2(v, p, gl.zeros([DVP // 2, HV], gl.float32, MMA)) * v_factor
-    ones = gl.full([16, 2 * N], 1.0, gl.float16, A)
-    total = mma_v2(ones, p, gl.zeros([16, HV], gl.float32, MMA))
+    if C == 4:
+        v = gl.permute(gl.reshape(v, [N // 8, 4, 2, 8, DVP // 64, 2, 4]), (4, 6, 3, 0, 2, 1, 5))
+        v = gl.reshape(v, [DVP // 2, 2 * N])
+    else:
+        v = gl.reshape(gl.permute(gl.reshape(v, [N, 8, DVP // 8]), (2, 1, 0)), [DVP, N])
+    v = gl.convert_layout(v, A, assert_trivial=True)
+    acc = mma_v2(v, p, gl.zeros([v.shape[0], HS], gl.float32, MMA)) * v_factor
+    ones = gl.full([16, v.shape[1]], 1.0, gl.float16, A)
+    total = mma_v2(ones, p, gl.zeros([16, HS], gl.float32, MMA))
     store_partial(
         partial_out,
         partial_max,

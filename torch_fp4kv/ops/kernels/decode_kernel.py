@@ -9,6 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from .decode_common import (
@@ -26,9 +27,9 @@ from .decode_copy import copy_tile, direct_scales, next_lap
 from .decode_exact import exact_split
 from .decode_layouts import k_scale_map, k_swizzle, k_word_map, v_scale_map, v_swizzle, v_word_map, words_per_lane
 from .decode_operands import (
-    column_halves,
     linear,
     load_query,
+    pair_tokens,
     query_operand,
     spread_probabilities,
     stored_query,
@@ -136,7 +137,9 @@ def decode_kernel(
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     HS: gl.constexpr = max(C, 8)
-    HV: gl.constexpr = 2 * C
+    # Rows of the accumulators, and of what is summed over.
+    M: gl.constexpr = DVP // 2 if C == 4 else DVP
+    TERMS: gl.constexpr = 2 * N if C == 4 else N
     W: gl.constexpr = DP // 8
     WV: gl.constexpr = DVP // 8
     KJ: gl.constexpr = words_per_lane(DP)[0]
@@ -225,6 +228,13 @@ def decode_kernel(
     b = row_head // H
     head = row_head % H
 
+    query_of = (q, k_order, b, head, block, queries, stride_q_b, stride_q_h, stride_q_l, stride_q_d)
+    if C > 4:
+        # What is loaded after the copies waits behind them, and without a barrier the compiler puts these loads there.
+        # Four columns gain nothing, as work on the query then delays the copies.
+        query = load_query(*query_of, G, C, HS, D, DP)
+        k_scale = gl.load(k_global + head * stride_k_global)
+        debug_barrier()
     length, n, start, begin, end, inner_begin, inner_end = row_range(
         b, lengths, q_lengths, starts, exact_from, queries, page_size, num_sink_tokens, window, PAGING, CAUSAL, WINDOW
     )
@@ -251,8 +261,8 @@ def decode_kernel(
     ks_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N * DP // 64], FLAT)
     vs_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N * DVP // 64], FLAT)
     # A group, and a pair of them, that wait to be folded.
-    waiting_acc = gl.allocate_shared_memory(gl.float32, [MOST // 2, DVP // 2, HV], ROWS)
-    waiting_total = gl.allocate_shared_memory(gl.float32, [MOST // 2, HV], FLAT)
+    waiting_acc = gl.allocate_shared_memory(gl.float32, [MOST // 2, M, HS], ROWS)
+    waiting_total = gl.allocate_shared_memory(gl.float32, [MOST // 2, HS], FLAT)
     waiting_top = gl.allocate_shared_memory(gl.float32, [MOST // 2, HS], FLAT)
     waiting = (waiting_acc, waiting_total, waiting_top)
     k_data += head.to(gl.int64) * stride_k_h
@@ -325,35 +335,21 @@ def decode_kernel(
         elif PAGING == 1:
             page = gl.load(row_pages + (gl.minimum((ahead + STRIDE) * N, end - 1) >> log_page_size))
 
-    query, shift = load_query(
-        q,
-        k_bias,
-        k_order,
-        b,
-        head,
-        block,
-        queries,
-        stride_q_b,
-        stride_q_h,
-        stride_q_l,
-        stride_q_d,
-        G,
-        C,
-        HS,
-        D,
-        DP,
-    )
-    query, factor = query_operand(stored_query(query, k_factors, k_order, head, D, ROTATION), B, MMA)
+    if C == 4:
+        query = load_query(*query_of, G, C, HS, D, DP)
+        k_scale = gl.load(k_global + head * stride_k_global)
+    query, shift = stored_query(query.to(gl.float32), k_bias, k_factors, k_order, head, D, ROTATION)
+    query, factor = query_operand(query, B, MMA)
     # Not 0, which -inf would turn into NaN.
-    factor = gl.maximum(factor * (scale * CODE_SCALE * gl.load(k_global + head * stride_k_global)), 1.2e-38)
+    factor = gl.maximum(factor * (scale * CODE_SCALE * k_scale), 1.2e-38)
     column = block * C + gl.arange(0, HS, layout=gl.SliceLayout(0, MMA)) % C
     query_position = length - n + column // G
     if k_bias is not None:
         shift = gl.convert_layout(shift, gl.SliceLayout(0, MMA)) * scale
 
-    ones = gl.full([16, 2 * N], 1.0, gl.float16, A)
-    acc = gl.zeros([DVP // 2, HV], gl.float32, MMA)
-    total = gl.zeros([16, HV], gl.float32, MMA)
+    ones = gl.full([16, TERMS], 1.0, gl.float16, A)
+    acc = gl.zeros([M, HS], gl.float32, MMA)
+    total = gl.zeros([16, HS], gl.float32, MMA)
     top = gl.full([HS], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
     KS_TYPE: gl.constexpr = gl.uint8 if DP == 64 else gl.int16
     VS_TYPE: gl.constexpr = gl.int16 if DVP == 256 else gl.uint8
@@ -456,7 +452,7 @@ def decode_kernel(
         tile_top = gl.ceil(tile_top)
         if not TILES:
             tile_top, old_weight, _ = fold_weights(top, tile_top)
-            old_weight = column_halves(old_weight, C, MMA)
+            old_weight = gl.expand_dims(old_weight, 0)
             acc = acc * old_weight
             total = total * old_weight
             top = tile_top
@@ -500,15 +496,23 @@ def decode_kernel(
         vs = gl.expand_dims(vs, 2)
         if DVP == 64:
             vs = gl.broadcast(vs, gl.full([N, 4, 2], 0, gl.int16, V_SCALES))[0]
-        vs = gl.reshape(gl.permute(gl.reshape(vs, [N // 8, 4, 2, 8]), (0, 2, 1, 3)), [N, 8])
-        words = gl.permute(gl.reshape(words, [N // 8, 4, 2, 8, VJ]), (0, 2, 1, 3, 4))
-        v = unpack_words(gl.reshape(words, [N, 8, VJ]), vs, multipliers, VJ, 2 if DVP == 256 else 1, E4M3)
-        v = gl.reshape(v, [N // 8, 2, 4] + v.shape[1:])  # noqa: RUF005
-        v = gl.permute(v, (8, 7, 6, 5, 3, 0, 1, 2, 4))
-        v = gl.convert_layout(gl.reshape(v, [DVP // 2, 2 * N]), A, assert_trivial=True)
+        vs = gl.reshape(vs, [N // 8, 4, 2, 8])
+        words = gl.reshape(words, [N // 8, 4, 2, 8, VJ])
+        if C == 4:
+            vs = gl.reshape(gl.permute(vs, (0, 2, 1, 3)), [N, 8])
+            words = gl.reshape(gl.permute(words, (0, 2, 1, 3, 4)), [N, 8, VJ])
+            v = unpack_words(words, vs, multipliers, VJ, 2 if DVP == 256 else 1, E4M3)
+            v = gl.reshape(v, [N // 8, 2, 4] + v.shape[1:])  # noqa: RUF005
+            v = gl.permute(v, (8, 7, 6, 5, 3, 0, 1, 2, 4))
+        else:
+            words, vs = pair_tokens(words, vs)
+            v = unpack_words(words, vs, multipliers, min(2 * VJ, 4), 0, E4M3)
+            v = gl.reshape(v, [N // 8, 4, 8, max(1, DVP // 128)] + v.shape[-5:])  # noqa: RUF005
+            v = gl.permute(v, (3, 8, 7, 6, 5, 2, 0, 1, 4))
+        v = gl.convert_layout(gl.reshape(v, [M, TERMS]), A, assert_trivial=True)
         if TILES:
-            tile_acc = mma_v2(v, p, gl.zeros([DVP // 2, HV], gl.float32, MMA))
-            tile_total = mma_v2(ones, p, gl.zeros([16, HV], gl.float32, MMA))
+            tile_acc = mma_v2(v, p, gl.zeros([M, HS], gl.float32, MMA))
+            tile_total = mma_v2(ones, p, gl.zeros([16, HS], gl.float32, MMA))
         else:
             acc = mma_v2(v, p, acc)
             total = mma_v2(ones, p, total)
@@ -542,26 +546,26 @@ def decode_kernel(
 
         if TILES:
             top, old_weight, new_weight = fold_weights(top, tile_top)
-            old_weight = column_halves(old_weight, C, MMA)
-            new_weight = column_halves(new_weight, C, MMA)
+            old_weight = gl.expand_dims(old_weight, 0)
+            new_weight = gl.expand_dims(new_weight, 0)
             acc = fold(acc, old_weight, tile_acc, new_weight)
             total = fold(total, old_weight, tile_total, new_weight)
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
         if (i % SPAN >= SPAN - STRIDE) & (i + STRIDE < stop):
             group = i // SPAN
             if (group % 2 == 1) & (group > first // SPAN):
-                acc, total, top = fold_waiting(waiting, 0, acc, total, top, C, MMA)
+                acc, total, top = fold_waiting(waiting, 0, acc, total, top, MMA)
             put_aside(waiting, group % (MOST // 2), acc, total, top)
-            acc = gl.zeros([DVP // 2, HV], gl.float32, MMA)
-            total = gl.zeros([16, HV], gl.float32, MMA)
+            acc = gl.zeros([M, HS], gl.float32, MMA)
+            total = gl.zeros([16, HS], gl.float32, MMA)
             top = gl.full([HS], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
     async_copy.wait_group(0)
     first_group = first // SPAN
     last_group = (first + (stop - 1 - first) // STRIDE * STRIDE) // SPAN
     if (last_group % 2 == 1) & (last_group > first_group):
-        acc, total, top = fold_waiting(waiting, 0, acc, total, top, C, MMA)
+        acc, total, top = fold_waiting(waiting, 0, acc, total, top, MMA)
     if MOST > 2 and last_group // 2 > first_group // 2:
-        acc, total, top = fold_waiting(waiting, 1, acc, total, top, C, MMA)
+        acc, total, top = fold_waiting(waiting, 1, acc, total, top, MMA)
     store_partial(
         partial_out,
         partial_max,

@@ -6,9 +6,10 @@ flips, as Triton's linear layouts have it. Lane 4·g + c is (g, c), as in `mma.m
 (g, c) rows g and g + 8 and columns 2c, 2c + 1, 2c + 8 and 2c + 9.
 
 Scores are K · Qᵀ. The order of a contraction is free, so the columns of K are the elements in the order in which lane
-c finds them in its own words, and Q is put into that order (`in_order_of_lanes`). Outputs are Vᵀ · Pᵀ where a register
-holds two elements of one token, not two tokens of one element. Operand B then has P and 0 in alternate rows, so that
-columns come in two halves, one for each element of a pair: no byte of V is moved between tokens.
+c finds them in its own words, and Q is put into that order (`in_order_of_lanes`). Outputs are Vᵀ · Pᵀ, where a register
+has two tokens of one element, whose words are put together before they are unpacked (`pair_tokens`). Four columns fill
+half of a product: a register there has two elements of one token, so that no word is taken apart, and operand B has P
+and 0 in alternate rows, so that columns come in two halves, one for each element of a pair.
 """
 
 from __future__ import annotations

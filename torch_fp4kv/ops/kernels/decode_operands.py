@@ -13,7 +13,7 @@ from .decode_unpack import unpack_asm, unpack_constraints
 
 # P of two neighbouring columns, packed and transposed 8 by 8: a lane then has two neighbouring tokens of one column.
 # The four outputs of FEW are both halves of two operand registers; its prmt selectors put P into the lower half for
-# columns 0 to 3 and into the upper for 4 to 7. Else there are registers for both.
+# columns 0 to 3 and into the upper for 4 to 7.
 P_ASM_FEW = gl.constexpr("""{
 .reg .b32 p, first, second;
 cvt.rn.f16x2.f32 p, $5, $4;
@@ -25,20 +25,13 @@ mov.b32 {$2, $3}, second;
 }""")
 P_ASM = gl.constexpr("""{
 .reg .b32 p;
-.reg .b16 first, second, zero;
-cvt.rn.f16x2.f32 p, $9, $8;
+cvt.rn.f16x2.f32 p, $3, $2;
 movmatrix.sync.aligned.m8n8.trans.b16 p, p;
-mov.b32 {first, second}, p;
-mov.b16 zero, 0;
-mov.b16 $0, first;
-mov.b16 $1, zero;
-mov.b16 $2, second;
-mov.b16 $3, zero;
-mov.b16 $4, zero;
-mov.b16 $5, first;
-mov.b16 $6, zero;
-mov.b16 $7, second;
+mov.b32 {$0, $1}, p;
 }""")
+# The lower halves of two words, and the upper halves.
+PAIR_ASM = gl.constexpr("""prmt.b32 $0, $2, $3, 0x5410;
+prmt.b32 $1, $2, $3, 0x7632;""")
 
 
 @constexpr_function
@@ -101,7 +94,8 @@ def unpack_words(words, scales, multipliers, COUNT: gl.constexpr, SCALES: gl.con
 
 @gluon.jit
 def spread_probabilities(p, N: gl.constexpr, C: gl.constexpr, B: gl.constexpr):
-    """float32 `[N, columns]` to operand B `[2N, 2C]`: row 2t + h, column h' · C + column is P where h = h', else 0."""
+    """float32 `[N, columns]` to operand B: `[N, C]`, but for 4 columns `[2N, 8]`, whose row 2t + h and column
+    4h' + column is P where h = h', else 0."""
     if C == 4:
         p0, p1 = gl.split(gl.reshape(p, [N, 4, 2]))
         lower_half = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(1, p0.type.layout)), 1) & 4 == 0
@@ -114,23 +108,33 @@ def spread_probabilities(p, N: gl.constexpr, C: gl.constexpr, B: gl.constexpr):
         spread = gl.reshape(gl.permute(pairs, (0, 3, 2, 4, 1)), [2 * N, 8])
     else:
         p0, p1 = gl.split(gl.reshape(p, [N, C // 2, 2]))
-        out = gl.inline_asm_elementwise(
-            P_ASM, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [p0, p1], dtype=(gl.float16,) * 8, is_pure=True, pack=1
-        )
-        lower = gl.join(gl.join(out[0], out[2]), gl.join(out[1], out[3]))
-        upper = gl.join(gl.join(out[4], out[6]), gl.join(out[5], out[7]))
-        pairs = gl.reshape(gl.join(lower, upper), [N // 8, 8, C // 8, 4, 2, 2, 2])
-        spread = gl.reshape(gl.permute(pairs, (0, 4, 3, 5, 6, 2, 1)), [2 * N, 2 * C])
+        out = gl.inline_asm_elementwise(P_ASM, "=h,=h,r,r", [p0, p1], dtype=(gl.float16,) * 2, is_pure=True, pack=1)
+        pairs = gl.reshape(gl.join(out[0], out[1]), [N // 8, 8, C // 8, 4, 2])
+        spread = gl.reshape(gl.permute(pairs, (0, 3, 4, 2, 1)), [N, C])
     return gl.convert_layout(spread, B, assert_trivial=True)
 
 
 @gluon.jit
-def column_halves(x, C: gl.constexpr, MMA: gl.constexpr):
-    """`[columns]` of scores to the columns of outputs, `[1, HV]`."""
-    if C > 4:
-        both = gl.reshape(gl.permute(gl.join(x, x), (1, 0)), [2 * C])
-        x = gl.convert_layout(both, gl.SliceLayout(0, MMA), assert_trivial=True)
-    return gl.expand_dims(x, 0)
+def pair_tokens(words, scales):
+    """V's words `[n, 4, 2, 8, J]` and scales `[n, 4, 2, 8]` with the two tokens of dimension 2 in one word.
+
+    Returns words `[n, 4, 8, 2J]`, each four elements of the first token (lower half) and of the second, and their
+    scales `[n, 4, 8]` (first token lowest); for J 4, which is two blocks, `[n, 4, 8, 2, J]` and `[n, 4, 8, 2]`.
+    """
+    J: gl.constexpr = words.shape[4]
+    first, second = gl.split(gl.permute(words, (0, 1, 3, 4, 2)))
+    lower, upper = gl.inline_asm_elementwise(
+        PAIR_ASM, "=&r,=&r,r,r", [first, second], dtype=(gl.int32,) * 2, is_pure=True, pack=1
+    )
+    words = gl.join(lower, upper)
+    first, second = gl.split(gl.permute(scales, (0, 1, 3, 2)))
+    if J == 4:
+        words = gl.reshape(words, [words.shape[0], 4, 8, 2, 4])
+        scales = gl.join((first & 255) | (second << 8), ((first >> 8) & 255) | (second & -256))
+    else:
+        words = gl.reshape(words, [words.shape[0], 4, 8, 2 * J])
+        scales = first | (second << 8)
+    return words, scales
 
 
 @gluon.jit
@@ -176,7 +180,6 @@ def rotate(x, BLOCK: gl.constexpr):
 @gluon.jit
 def load_query(
     q,
-    bias,
     order,
     b,
     head,
@@ -192,8 +195,7 @@ def load_query(
     D: gl.constexpr,
     DP: gl.constexpr,
 ):
-    """float32 queries `[HS, DP]` of a block of columns, in `order` if there is one, and their products with `bias`
-    `[HS]` (0 without one): see `format/transform.py`."""
+    """Queries `[HS, DP]` of a block of columns, in `order` if there is one."""
     Q: gl.constexpr = linear(k_exact_map(HS, DP))
     column = block * C + gl.arange(0, HS, layout=gl.SliceLayout(1, Q)) % C
     channel, inside = channels(order, head, D, DP, Q)
@@ -202,11 +204,7 @@ def load_query(
     if D != DP:
         mask = mask & inside
     pointers = q + b.to(gl.int64) * stride_b + rows[:, None] + channel * stride_d
-    query = gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
-    products = gl.zeros([HS], gl.float32, gl.SliceLayout(1, Q))
-    if bias is not None:
-        products = gl.sum(query * gl.load(bias + head * D + channel, mask=inside, other=0.0), 1)
-    return query, products
+    return gl.load(pointers, mask=mask, other=0.0)
 
 
 @gluon.jit
@@ -221,15 +219,20 @@ def channels(order, head, D: gl.constexpr, DP: gl.constexpr, Q: gl.constexpr):
 
 
 @gluon.jit
-def stored_query(query, factors, order, head, D: gl.constexpr, ROTATION: gl.constexpr):
-    """What stored K meets of `query` `[HS, DP]`, which is in `order`."""
+def stored_query(query, bias, factors, order, head, D: gl.constexpr, ROTATION: gl.constexpr):
+    """What stored K meets of float32 `query` `[HS, DP]`, which is in `order`, and the products with `bias` `[HS]` (0
+    without one): see `format/transform.py`."""
+    LAYOUT: gl.constexpr = query.type.layout
+    products = gl.zeros([query.shape[0]], gl.float32, gl.SliceLayout(1, LAYOUT))
+    if bias is not None:
+        channel, inside = channels(order, head, D, query.shape[1], LAYOUT)
+        products = gl.sum(query * gl.load(bias + head * D + channel, mask=inside, other=0.0), 1)
     if factors is not None:
-        LAYOUT: gl.constexpr = query.type.layout
         channel, inside = channels(order, head, D, query.shape[1], LAYOUT)
         query = query / gl.load(factors + head * D + channel, mask=inside, other=1.0)
     if ROTATION > 0:
         query = rotate(query, ROTATION)
-    return query
+    return query, products
 
 
 @gluon.jit

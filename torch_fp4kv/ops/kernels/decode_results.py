@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from .decode_common import LOG2E, fold, fold_weights
 from .decode_layouts import out_map
-from .decode_operands import column_halves, linear
+from .decode_operands import linear
 
 
 @gluon.jit
@@ -79,10 +79,12 @@ def store_partial(
     MMA: gl.constexpr,
 ):
     """Accumulators `[C, DV]`, log2 maxima and sums of the program's columns into slot `slot` of each."""
-    HV: gl.constexpr = 2 * C
     OUT: gl.constexpr = linear(out_map(C, DVP))
-    out = gl.reshape(acc, [DVP // 64, 2, 2, 8, 2, C])
-    out = gl.convert_layout(gl.reshape(gl.permute(out, (5, 3, 0, 4, 1, 2)), [C, DVP]), OUT)
+    if C == 4:
+        out = gl.permute(gl.reshape(acc, [DVP // 64, 2, 2, 8, 2, C]), (5, 3, 0, 4, 1, 2))
+    else:
+        out = gl.permute(gl.reshape(acc, [DVP // 8, 8, C]), (2, 1, 0))
+    out = gl.convert_layout(gl.reshape(out, [C, DVP]), OUT)
     column = block * C + gl.arange(0, C, layout=gl.SliceLayout(1, OUT))
     element = gl.arange(0, DVP, layout=gl.SliceLayout(0, OUT))
     base = row_head.to(gl.int64) * (G * queries)
@@ -93,7 +95,7 @@ def store_partial(
     gl.store(partial_out + rows[:, None] * DV + element[None, :], out, mask=mask)
     # All rows of sums are the same.
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))
-    index = gl.arange(0, HV, layout=gl.SliceLayout(0, MMA))
+    index = gl.arange(0, HS, layout=gl.SliceLayout(0, MMA))
     mask = (row == 0)[:, None] & ((index < C) & (block * C + index < G * queries))[None, :]
     slots = (base + block * C + index) * slot_stride + slot
     gl.store(partial_sum + gl.broadcast(slots[None, :], total)[0], total, mask=mask)
@@ -111,12 +113,12 @@ def put_aside(waiting, which, acc, total, top):
 
 
 @gluon.jit
-def fold_waiting(waiting, which, acc, total, top, C: gl.constexpr, MMA: gl.constexpr):
+def fold_waiting(waiting, which, acc, total, top, MMA: gl.constexpr):
     """Folds a partial result into an earlier one that waits in shared memory."""
     ROW: gl.constexpr = gl.SliceLayout(0, MMA)
     top, old_weight, new_weight = fold_weights(waiting[2].index(which).load(ROW), top)
-    old_weight = column_halves(old_weight, C, MMA)
-    new_weight = column_halves(new_weight, C, MMA)
+    old_weight = gl.expand_dims(old_weight, 0)
+    new_weight = gl.expand_dims(new_weight, 0)
     old_total = gl.broadcast(gl.expand_dims(waiting[1].index(which).load(ROW), 0), total)[0]
     acc = fold(waiting[0].index(which).load(MMA), old_weight, acc, new_weight)
     return acc, fold(old_total, old_weight, total, new_weight), top

@@ -24,7 +24,7 @@ SHIFTS = (2, 32, 512)
 @constexpr_function
 def unpack_asm(num_words: int, scales_per_operand: int, has_e4m3: bool) -> str:
     """PTX for `num_words` words that share one operand of 1 or 2 block scales (bytes, first block lowest).
-
+    With 0 scales an operand, it has one for the lower and one for the upper half of all words.
     Outputs are 16-bit registers: word by word, pairs (e0, e4), (e1, e5), (e2, e6), (e3, e7), low half first. Inputs are
     the words, the scale operand and the three multipliers. `has_e4m3`: the target converts e4m3 (sm_89); else the byte
     is placed into an f16 and rescaled.
@@ -47,7 +47,7 @@ def unpack_asm(num_words: int, scales_per_operand: int, has_e4m3: bool) -> str:
     lines += ["mov.b32 {half0, half1}, both;", "mov.b32 scale0, {half0, half0};", "mov.b32 scale1, {half1, half1};"]
     output = 0
     for i, word in enumerate(words):
-        scale = f"scale{i * scales_per_operand // num_words}"
+        scale = f"scale{i * scales_per_operand // num_words}" if scales_per_operand else "both"
         lines += [f"and.b32 low, {word}, 0x0F0F0F0F;", f"sub.u32 high, {word}, low;"]
         for shift in (
             f"mad.lo.u32 pair, low, {mul_9}, 0x70007000;",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,24 +69,38 @@ def captured(call: Callable[[], object], calls: int = 100) -> tuple[float, float
     return p50 / calls, p20 / calls, p80 / calls
 
 
-def in_graph(call: Callable[[], object], calls: int = 8) -> float:
-    """What one call adds to a CUDA graph, ms: of `calls`, each after a flush of the L2 cache, less the flushes alone.
+CALLS = 8
+"""In the graph that `in_graph` times."""
+
+
+def in_graph(call: Callable[[], object]) -> float:
+    """What one call adds to a CUDA graph, ms: of `CALLS`, each after a flush of the L2 cache, less the flushes alone.
 
     Where a graph of one call takes as long as its launch, this tells what the call takes in a model's graph.
     """
-    cache = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-
-    def flushes() -> None:
-        for _ in range(calls):
-            cache.zero_()
 
     def many() -> None:
-        for _ in range(calls):
-            cache.zero_()
+        for _ in range(CALLS):
+            flush()
             call()
 
-    times = [quantiles(cuda_graph_of(run).replay, rep=30, warmup=8)[0] for run in (many, flushes)]
-    return (times[0] - times[1]) / calls
+    return (quantiles(cuda_graph_of(many).replay, rep=30, warmup=8)[0] - _flushes()) / CALLS
+
+
+def flush() -> None:
+    """Writes as much as pushes all else from the L2 cache."""
+    torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+
+
+@functools.cache
+def _flushes() -> float:
+    """ms of `CALLS` flushes in a graph."""
+
+    def alone() -> None:
+        for _ in range(CALLS):
+            flush()
+
+    return quantiles(cuda_graph_of(alone).replay)[0]
 
 
 def copy_bandwidth(num_bytes: int = 1 << 30) -> float:

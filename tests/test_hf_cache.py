@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 from hf_models import greedy, llama, prompt
 
 from torch_fp4kv import NVFP4Cache, NVFP4KVCache, PagedNVFP4Cache, Recipe, get_recipe, recipes, register_recipe
+from torch_fp4kv.cache.positions import Positions
 
 RECIPES = pytest.mark.parametrize("recipe", ["bf16", "nvfp4-plain", "nvfp4", "k8v4"])
 CAPACITIES = pytest.mark.parametrize("capacity", [None, 64], ids=["growing", "static"])
@@ -205,6 +206,50 @@ def test_check_reports_a_row_that_outgrew_the_capacity(model):
         cache.check()
     cache.reset()
     cache.check()
+
+
+def test_a_mask_over_what_is_stored_is_needed_where_it_hides_more_than_padding(model):
+    """And where it is not, the look at it has told of an overflow too."""
+    padding = torch.ones(2, 30, dtype=torch.long)
+    padding[1, :3] = 0
+    for first in (torch.ones(2, 30, dtype=torch.long), padding):
+        cache = NVFP4Cache(model.config, 32)
+        cache.set_padding(first)
+        with torch.no_grad():
+            model(prompt(), past_key_values=cache)
+        known = torch.cat([first, torch.ones(2, 1, dtype=torch.long)], 1)
+        assert cache.needs_no_mask(known, 1)
+        assert cache.needs_no_mask(known.bool(), 1)
+        assert not cache.needs_no_mask(known[:, :-1], 1)
+        for row, column in ((0, 0), (0, 12), (1, 30)):
+            hides = known.clone()
+            hides[row, column] = 0
+            assert not cache.needs_no_mask(hides, 1)
+        if first is padding:
+            shows = known.clone()
+            shows[1, 2] = 1
+            assert not cache.needs_no_mask(shows, 1)
+        wide = torch.ones(2, 40, dtype=torch.long)
+        with pytest.raises(ValueError, match="3 tokens after 30 stored exceed max_cache_len=32; nothing was written"):
+            cache.needs_no_mask(wide, 3)
+        # As on a GPU, where compiled code may have gone on.
+        cache.layers[0].positions.advance(3)
+        with pytest.raises(RuntimeError, match="overflowed"):
+            cache.needs_no_mask(wide, 1)
+
+
+def test_the_device_is_asked_once_a_token(model, monkeypatch):
+    """Whether a mask is needed, or else whether a row overflowed."""
+    polls, mask = [], torch.ones(2, 31, dtype=torch.long)
+    cache = prefilled(model, prompt(), 64, "nvfp4")
+    monkeypatch.setattr(Positions, "poll", lambda self: polls.append(self))
+    for _ in range(5):
+        cache.get_mask_sizes(1, 0)
+        assert cache.needs_no_mask(mask, 1)
+    assert len(polls) == 1
+    for _ in range(5):
+        cache.get_mask_sizes(1, 0)
+    assert len(polls) == 5
 
 
 def test_another_batch_on_a_cache_in_use_is_refused(model):

@@ -234,6 +234,8 @@ class NVFP4Cache(Cache):
         self._capacity = max_cache_len
         # Whether all calls since the last reset are in `calls`: compiled code does not count.
         self._counted = True
+        # The last mask was compared with lengths, and none exceeded the capacity.
+        self._lengths_seen = False
         self._saturation_reported = False
         self.damaged = False
         self.shard = Shard(tp_rank, tp_size)
@@ -393,7 +395,9 @@ class NVFP4Cache(Cache):
             return False
         if not self.is_empty:
             positions = self.all_positions()[0]
-            return positions.mask_is_starts(attention_mask.to(positions.starts.device, torch.bool), q_length)
+            needless = positions.mask_is_starts(attention_mask.to(positions.starts.device), q_length)
+            self._lengths_seen = True
+            return needless
         if attention_mask.shape[-1] != q_length:
             return False
         try:
@@ -486,8 +490,9 @@ class NVFP4Cache(Cache):
         if not self.materialize:
             attention_interface.note_cache(self)
         if not torch.compiler.is_compiling():
-            for positions in self._positions.values():
+            for positions in () if self._lengths_seen else self._positions.values():
                 positions.poll()
+            self._lengths_seen = False
         if self._capacity is not None:
             return self._capacity, 0
         known = self.layer_positions(layer_idx)

@@ -74,7 +74,10 @@ class Positions(Buffers):
         stored = 0
         if self.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
             stored = int(self.lengths.max())
-        if stored + num_new > self.capacity:
+        self._check_fits(num_new, stored)
+
+    def _check_fits(self, num_new: int, stored: int) -> None:
+        if self.capacity is not None and stored + num_new > self.capacity:
             held = f" after {stored} stored" if stored else ""
             raise ValueError(f"{num_new} tokens{held} exceed max_cache_len={self.capacity}; nothing was written")
 
@@ -195,11 +198,22 @@ class Positions(Buffers):
         self._slots.clear()
 
     def mask_is_starts(self, mask: Tensor, num_new: int) -> bool:
-        """Whether `mask` (bool `[B', n]`), of the tokens stored and `num_new` more, is False before `starts` only
-        (synchronises)."""
+        """Whether `mask` (`[B', n]`, 0 where hidden), of the tokens stored and `num_new` more, hides those before
+        `starts` and no other (synchronises, once, as it is asked before each token).
+
+        Raises:
+            RuntimeError: a row has grown past the capacity.
+            ValueError: one would.
+        """
         batch, columns = mask.shape
-        visible = torch.arange(columns, device=mask.device) >= self.starts[:batch, None]
-        return bool((mask == visible).all() & (self.lengths[:batch] + num_new <= columns).all())
+        if self.padded:
+            mask = mask.to(torch.bool) != (torch.arange(columns, device=mask.device) < self.starts[:batch, None])
+        seen = torch.cat([mask.all(-1), self.lengths[:batch]]).tolist()
+        longest = max(seen[batch:])
+        if self.capacity is not None and longest > self.capacity:
+            self._raise_overflow()
+        self._check_fits(num_new, longest)
+        return all(seen[:batch]) and longest + num_new <= columns
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Every tensor that holds state, by name."""

@@ -57,3 +57,43 @@ def test_a_layer_is_guarded_by_one_tag(make: Any, recipe: str, implementation: s
     # That is: the tag vouches for all below it, and nothing below it is looked at.
     assert all("tag_safe=(True, True)" in layer for layer in layers)
     assert not re.findall(r"LAMBDA_GUARD: L\['cache'\].*", guards)
+
+
+def test_the_tag_tells_of_every_change() -> None:
+    """Compiled code with the same cache after a reset, a prompt too short for a bias, fewer rows and other buffers."""
+    model = llama()
+    model.set_attn_implementation("fp4kv")
+    torch._dynamo.reset()
+
+    def step(ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        logits: torch.Tensor = model(ids, past_key_values=cache).logits
+        return logits
+
+    def fewer_rows(cache: NVFP4Cache) -> None:
+        step(prompt(), cache)
+        cache.batch_select_indices([1])
+
+    def other_buffers(cache: NVFP4Cache) -> None:
+        step(prompt(seed=3), cache)
+        for layer in cache.layers:
+            layer.storage.move_to("cpu")
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    cache, eager = NVFP4Cache(model.config, 64), NVFP4Cache(model.config, 64)
+    starts = (
+        lambda cache: step(prompt(), cache),
+        lambda cache: step(prompt(tokens=3), cache),
+        other_buffers,
+        lambda cache: step(prompt(seed=2), cache),
+        fewer_rows,
+    )
+    settings = {"use_recursive_dict_tags_for_guards": True}
+    with torch.no_grad(), torch._dynamo.config.patch(settings):
+        for start in starts:
+            for one in (cache, eager):
+                one.reset()
+                start(one)
+            rows = len(cache.rows)
+            for i in range(3):
+                ids = prompt(tokens=1, seed=i)[:rows]
+                torch.testing.assert_close(compiled(ids, cache), step(ids, eager))

@@ -132,6 +132,60 @@ def test_an_interrupt_at_any_line(operation, capacity, places):
     assert said
 
 
+def pool_step(pool, rows, seed):
+    pool.step(rows)
+    return pool_tokens(pool.batch, 1, seed, pool.max_rows)
+
+
+def pool_tokens(view, tokens, seed, rows=1):
+    """As `step`, for a pool."""
+    generator, out = torch.Generator().manual_seed(seed), []
+    for layer in range(2):
+        k, v, q = (torch.randn(rows, heads, tokens, 32, generator=generator) for heads in (1, 1, 2))
+        handles = view.update(k, v, layer)
+        out.append(torch.nn.functional.scaled_dot_product_attention(q, *handles, is_causal=tokens > 1, enable_gqa=True))
+    return torch.stack(out)
+
+
+POOL_OPERATIONS = {
+    "fork": lambda pool: pool.fork(0),
+    "free": lambda pool: pool.free(1),
+    "step": lambda pool: pool.step([0, 1]),
+    "step of a fork": lambda pool: pool.step([0, pool.fork(0)]),
+}
+
+
+@pytest.mark.parametrize("operation", POOL_OPERATIONS)
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["fifth", "all"])
+def test_an_interrupt_at_any_line_of_a_pool(operation, every):
+    """Row 0 goes on as before, or says so; each page is free or held, and never given to two rows."""
+    config = llama(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32).config
+    run = POOL_OPERATIONS[operation]
+
+    def fresh():
+        pool = PagedNVFP4Cache(config, 12, 4, 96, page_size=16, dtype=torch.float32, recipe="bf16", num_sink_tokens=4)
+        for tokens in (20, 30):
+            pool_tokens(pool.row(pool.admit()), tokens, seed=tokens)
+        return pool
+
+    with Interrupt(None) as counted:
+        run(fresh())
+    want = pool_step(fresh(), [0], seed=3)[:, 0]
+    for at in range(1, counted.lines + 1, every):
+        pool = fresh()
+        with Interrupt(at):
+            run(pool)
+        for row in pool.rows[1:]:
+            pool.free(row)
+        for _ in range(3):
+            row = pool.admit()
+            pool_tokens(pool.row(row), 31, seed=row)
+        torch.testing.assert_close(pool_step(pool, [0], seed=3)[:, 0], want)
+        for row in pool.rows:
+            pool.free(row)
+        assert pool.free_pages == 12
+
+
 @RECIPES
 def test_an_allocation_that_fails_while_growing(model, recipe, monkeypatch):
     """Whichever of a growth's allocations fails, in whichever layer: nothing of it is kept."""

@@ -226,7 +226,7 @@ def test_a_pool_without_room_changes_nothing(model):
     with pytest.raises(RuntimeError, match="all 3 rows are in use"):
         import_blocks(receiver, blocks[3])
     receiver.free(0)
-    receiver._free_pages, kept = receiver._free_pages[:2], receiver._free_pages
+    receiver._pages._free, kept = receiver._pages._free[:2], receiver._pages._free
     with pytest.raises(RuntimeError, match="8 pages are needed and 2 are free"):
         import_blocks(receiver, blocks[3])
     assert (receiver.rows, len(kept)) == ([1, 2], 24)

@@ -124,7 +124,7 @@ def test_rows_that_take_no_part_are_left_alone(model):
     pool = pool_for(model, recipe="nvfp4")
     first, token = prefill(model, pool, prompt(batch=1, tokens=40))
     second, _ = prefill(model, pool, prompt(batch=1, tokens=22))
-    pages = pool._pages[second]
+    pages = pool._pages.held[second]
     before = [pool.layers[0].k_data[pages].clone(), pool.layers[0].k_exact[second].clone()]
     for _ in range(3):
         decode(model, pool, {first: token})
@@ -259,7 +259,7 @@ def test_a_page_that_an_abandoned_step_took_is_not_shared(model):
     decode(model, pool, last)
     decode(model, pool, last)
     assert last[row] == alone(model, prompt(batch=1, tokens=32), 3)[-1]
-    assert not set(pool._pages[row][2:]) & set(pool._pages[fork][2:])
+    assert not set(pool._pages.held[row][2:]) & set(pool._pages.held[fork][2:])
 
 
 @pytest.mark.parametrize(

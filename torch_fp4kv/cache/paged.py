@@ -21,6 +21,7 @@ from . import attention_interface
 from .buffers import allocate
 from .handle import KVHandle
 from .hf import configured_kv_heads, layer_configs, layer_kinds
+from .pages import Pages
 from .positions import Positions
 from .shard import Shard
 from .storage import MIN_BIAS_TOKENS, LayerStorage
@@ -125,16 +126,14 @@ class PagedNVFP4Cache:
         rings = {LayerStorage.ring_size(layer.recipe) for layer in self.layers}
         max_pages, device = -(-max_cache_len // page_size), self.layers[0].k_data.device
         self._positions = {ring: PagedPositions(max_rows, max_pages, page_size, ring, device) for ring in rings}
-        self._free_pages = list(range(num_pages))[::-1]
-        self._references = [0] * num_pages
-        self._pages: dict[int, list[int]] = {}
+        self._pages = Pages(num_pages)
         self._lengths: dict[int, int] = {}
         self._capacity = max_cache_len
-        # Rows whose next token `step` made room for; `stepped` until the model's first layer stores it, `storing` from
-        # then until the last one has.
+        # Rows whose next token `step` made room for: `stepped` until the model's first layer stores it, and lengths
+        # count it; `storing` from then until the last one has.
         self._stepping: list[int] = []
         self._stepped = self._storing = False
-        # Rows whose prefill began and did not reach the last layer.
+        # Rows that a prefill, or another change, did not leave whole.
         self._unfinished: set[int] = set()
         # Of rows that came from another machine, the name they came under.
         self._transfers: dict[int, str] = {}
@@ -143,24 +142,24 @@ class PagedNVFP4Cache:
 
     def __repr__(self) -> str:
         kept = " | ".join(dict.fromkeys(layer.description for layer in self.layers))
-        pages = f"{len(self._references)} pages of {self.page_size} tokens, {self.free_pages} free"
+        pages = f"{self._pages.count} pages of {self.page_size} tokens, {self.free_pages} free"
         rows = f"{len(self.rows)} of {self.max_rows} rows in use"
         return f"PagedNVFP4Cache({len(self.layers)} layers, {kept}; {pages}, {rows}, {self.nbytes() / 2**20:.2f} MiB)"
 
     @property
     def free_pages(self) -> int:
         """Pages that no sequence holds."""
-        return len(self._free_pages)
+        return self._pages.num_free
 
     @property
     def rows(self) -> list[int]:
         """Rows in use."""
-        return sorted(self._pages)
+        return sorted(self._pages.held)
 
     def length(self, row: int) -> int:
-        """Tokens of sequence `row`."""
+        """Tokens of sequence `row`, that of `step` counted in."""
         self._check_row(row)
-        return self._lengths[row]
+        return self._lengths[row] + (self._stepped and row in self._stepping)
 
     def nbytes(self) -> int:
         """Bytes of all layers' state."""
@@ -172,31 +171,30 @@ class PagedNVFP4Cache:
         Raises:
             RuntimeError: all rows are in use.
         """
-        row = next((r for r in range(self.max_rows) if r not in self._pages), None)
+        row = next((r for r in range(self.max_rows) if r not in self._pages.held), None)
         if row is None:
             raise RuntimeError(f"all {self.max_rows} rows are in use; free one first")
-        self._pages[row], self._lengths[row] = [], 0
         for positions in self._positions.values():
             for name, tensor in positions.tensors():
                 if tensor.ndim and name != "block_table":
                     tensor[row] = 0
+        self._transfers.pop(row, None)
+        self._unfinished.discard(row)
+        self._lengths[row] = 0
+        self._pages.held[row] = []
         return row
 
     def free(self, row: int) -> None:
         """Gives back the row and the pages that no other sequence shares."""
         self._check_row(row)
-        for page in self._pages.pop(row):
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                self._free_pages.append(page)
-        del self._lengths[row]
-        self._unfinished.discard(row)
-        if row in self._stepping:
-            self._stepping.remove(row)
-        self._transfers.pop(row, None)
+        self._unfinished.add(row)
         for positions in self._positions.values():
             positions.active[row] = 0
             positions.lengths[row] = 0
+        if row in self._stepping:
+            self._stepping.remove(row)
+        self._transfers.pop(row, None)
+        self._pages.release(row)
 
     def fork(self, row: int) -> int:
         """A new sequence with the tokens of `row`: pages are shared, and copied only where one of the two writes.
@@ -208,18 +206,18 @@ class PagedNVFP4Cache:
         self.check_whole(row)
         new = self.admit()
         length = self._lengths[row]
-        # A page that `step` made room in, and holds no token yet, is not shared.
-        self._pages[new], self._lengths[new] = self._pages[row][: -(-length // self.page_size)], length
-        for page in self._pages[new]:
-            self._references[page] += 1
-        for positions in self._positions.values():
-            for _, tensor in positions.tensors():
-                if tensor.ndim:
-                    tensor[new] = tensor[row]
-        for layer in self.layers:
-            for exact in (layer.k_exact, layer.v_exact):
-                if exact is not None:
-                    exact[new] = exact[row]
+        with self.changing([new]):
+            for positions in self._positions.values():
+                for _, tensor in positions.tensors():
+                    if tensor.ndim:
+                        tensor[new] = tensor[row]
+            for layer in self.layers:
+                for exact in (layer.k_exact, layer.v_exact):
+                    if exact is not None:
+                        exact[new] = exact[row]
+            self._lengths[new] = length
+            # A page that `step` made room in, and holds no token yet, is not shared.
+            self._pages.share(row, new, -(-length // self.page_size))
         return new
 
     def row(self, row: int) -> Cache:
@@ -251,9 +249,8 @@ class PagedNVFP4Cache:
                 raise ValueError(f"row {row} has no prompt yet: prefill it with pool.row({row}) first")
         if self._storing:
             self._unfinished.update(self._stepping)
-        for row in self._stepping if self._stepped else ():
-            self._lengths[row] -= 1
-        self._stepping, self._stepped, self._storing = [], False, False
+        self._stepped = self._storing = False
+        self._stepping = []
         self.reserve(dict.fromkeys(rows, 1))
         active = torch.zeros(self.max_rows, dtype=torch.int32)
         active[list(rows)] = 1
@@ -261,9 +258,8 @@ class PagedNVFP4Cache:
             positions.active.copy_(active)
         positions = next(iter(self._positions.values()))
         ids = positions.lengths.to(torch.int64)[:, None]
-        for row in rows:
-            self._lengths[row] += 1
-        self._stepping, self._stepped = list(rows), True
+        self._stepping = list(rows)
+        self._stepped = True
         return ids
 
     def reserve(self, tokens: dict[int, int]) -> None:
@@ -271,10 +267,10 @@ class PagedNVFP4Cache:
         wanted: dict[int, tuple[int, bool]] = {}
         for row, count in tokens.items():
             self.check_whole(row)
-            length, pages = self._lengths[row], self._pages[row]
+            length, pages = self._lengths[row], self._pages.held[row]
             if length + count > self._capacity:
                 raise ValueError(f"row {row}: {count} tokens after {length} exceed max_cache_len={self._capacity}")
-            shared = bool(length % self.page_size) and self._references[pages[length // self.page_size]] > 1
+            shared = bool(length % self.page_size) and self._pages.is_shared(row, length // self.page_size)
             wanted[row] = (max(0, -(-(length + count) // self.page_size) - len(pages)), shared)
         # Two rows that share one partial page need one copy fewer than this counts; the pool is never overdrawn.
         needed = sum(new + shared for new, shared in wanted.values())
@@ -282,8 +278,8 @@ class PagedNVFP4Cache:
             raise RuntimeError(f"{needed} pages are needed and {self.free_pages} are free; free a sequence first")
         for row, (new, _) in wanted.items():
             self._own_last_page(row)
-            self._pages[row] += [self._take_page() for _ in range(new)]
-            table = torch.tensor(self._pages[row], dtype=torch.int32)
+            self._pages.extend(row, new)
+            table = torch.tensor(self._pages.held[row], dtype=torch.int32)
             for positions in self._positions.values():
                 positions.block_table[row, : len(table)].copy_(table)
 
@@ -325,6 +321,7 @@ class PagedNVFP4Cache:
             for row in taken:
                 self.free(row)
             raise
+        self._unfinished.update(taken)
         for row in taken:
             self._transfers[row], self._lengths[row] = transfer, tokens
         return taken
@@ -335,24 +332,17 @@ class PagedNVFP4Cache:
         if length % self.page_size == 0:
             return
         index = length // self.page_size
-        old = self._pages[row][index]
-        if self._references[old] == 1:
-            return
-        new = self._take_page()
+        if self._pages.is_shared(row, index):
+            self._pages.replace(row, index, self._copy_page)
+
+    def _copy_page(self, old: int, new: int) -> None:
         for layer in self.layers:
             for data in (layer.k_data, layer.k_scales, layer.v_data, layer.v_scales):
                 if data is not None:
                     data[new] = data[old]
-        self._references[old] -= 1
-        self._pages[row][index] = new
-
-    def _take_page(self) -> int:
-        page = self._free_pages.pop()
-        self._references[page] = 1
-        return page
 
     def _check_row(self, row: int) -> None:
-        if row not in self._pages:
+        if row not in self._pages.held:
             raise ValueError(f"row {row} is not in use; rows in use: {self.rows}")
 
 
@@ -426,7 +416,11 @@ class _PagedLayer(CacheLayerMixin):
             if self.index == 0:
                 if num_new != 1 or not pool._stepped:
                     raise RuntimeError("the batch takes one token a row after each pool.step(rows); prompts go by row")
-                pool._stepped, pool._storing = False, True
+                # In this order, so that an interrupt leaves rows that say so.
+                pool._storing = True
+                pool._stepped = False
+                for row in pool._stepping:
+                    pool._lengths[row] += 1
             if self.leads:
                 self.positions.advance(num_new)
         update = storage.write(key_states, value_states, self.positions)

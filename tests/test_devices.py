@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from hf_models import greedy, llama, prompt
 
-from torch_fp4kv import NVFP4Cache, NVFP4KVCache, PagedNVFP4Cache
+from torch_fp4kv import NVFP4Cache, NVFP4KVCache, PagedNVFP4Cache, export_blocks, import_blocks
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -142,4 +142,9 @@ def test_two_gpus_give_the_tokens_of_one(recipe, tmp_path):
         for i, layer in enumerate(cache.layers):
             assert layer.storage.k_data.device.index == device_map.get(f"model.layers.{i}", 0)
             assert layer.positions.lengths.device == layer.storage.k_data.device
+        other = NVFP4Cache(model.config, 256, recipe)
+        import_blocks(other, export_blocks(cache, "a"))
+        for sent, taken in zip(cache.layers, other.layers):
+            assert taken.storage.k_data.device.index == 0
+            assert torch.equal(taken.storage.k_data[:, :, :79].cpu(), sent.storage.k_data[:, :, :79].cpu())
     assert torch.equal(outputs[0], outputs[1])

@@ -35,10 +35,10 @@ class Blocks:
 
     @classmethod
     def pack(cls, header: dict[str, Any], tensors: dict[str, Tensor]) -> Blocks:
-        """The message of `header` and `tensors`, with checksums of both."""
-        pieces = []
+        """The message of `header` and `tensors`, with checksums of both, on the device of the first."""
+        pieces, device = [], next(iter(tensors.values())).device
         for tensor in tensors.values():
-            raw = tensor.contiguous().flatten().view(torch.uint8)
+            raw = tensor.to(device).contiguous().flatten().view(torch.uint8)
             pieces += [raw, raw.new_zeros(-raw.numel() % _WORD)]
         payload = torch.cat(pieces)
         described = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]

@@ -89,6 +89,18 @@ def test_crop_of_a_positive_number_is_refused(model):
         cache.crop(5)
 
 
+@CAPACITIES
+def test_crop_takes_integers_of_any_kind_and_nothing_else(model, capacity):
+    cache = prefilled(model, prompt(), capacity, "nvfp4")
+    with pytest.raises(TypeError, match="interpreted as an integer"):
+        cache.crop(-1.5)
+    cache.crop(torch.tensor(-3))
+    other = prefilled(model, prompt(), capacity, "nvfp4")
+    other.crop(-3)
+    assert torch.equal(steps(model, cache, prompt(tokens=3)), steps(model, other, prompt(tokens=3)))
+    assert type(cache.all_positions()[0].host_length) is int
+
+
 @RECIPES
 def test_reordered_rows_need_no_new_buffers(model, recipe):
     cache = prefilled(model, prompt(batch=3, tokens=22), 64, recipe)

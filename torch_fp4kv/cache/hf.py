@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -510,10 +511,12 @@ class NVFP4Cache(Cache):
         """Drops the last `|tokens_to_remove|` tokens of every row, given as a negative number as transformers does.
 
         Raises:
+            TypeError: it is no integer.
             ValueError: the number is positive.
             RuntimeError: a sliding layer has overwritten tokens that would be seen again: its ring holds its window
                 and 16 tokens, rounded up to a multiple of 128. Nothing was dropped.
         """
+        tokens_to_remove = operator.index(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to drop, got {tokens_to_remove}")
         for index, layer in enumerate(self.layers):

@@ -5,6 +5,7 @@ Shapes: B rows, H KV heads, n new tokens, D and Dv head sizes.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -121,8 +122,9 @@ class NVFP4KVCache(nn.Module):
             )
 
     def crop(self, num_tokens: int) -> None:
-        """Drops the last `num_tokens` tokens of every row; ValueError if the number is negative."""
-        self.positions.crop(num_tokens)
+        """Drops the last `num_tokens` tokens of every row; ValueError if the number is negative, TypeError if it is no
+        integer."""
+        self.positions.crop(operator.index(num_tokens))
 
     def reset(self) -> None:
         """Empties the cache; buffers and their addresses stay."""

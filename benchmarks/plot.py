@@ -1,4 +1,4 @@
-"""Draws `results/attention.csv`: decode attention's speed against context, over the best BF16 and the best FP8 peer.
+"""Draws `results/attention.csv`: decode attention's speed in a graph, over the best BF16 and the best FP8 peer.
 
 python benchmarks/plot.py [results.csv picture.png]      (needs matplotlib)
 """
@@ -30,7 +30,7 @@ def main() -> None:
     lines: dict[int, list[tuple[int, float, float]]] = defaultdict(list)
     for row in rows:
         batch, tokens = map(int, CASE.fullmatch(row["case"]).groups())
-        lines[batch].append((tokens, float(row["over_bf16"]), float(row["over_fp8"])))
+        lines[batch].append((tokens, float(row["in_graph_over_bf16"]), float(row["in_graph_over_fp8"])))
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.4), sharex=True, sharey=True)
     for column, (panel, peer) in enumerate(zip(panels, ("BF16", "FP8")), start=1):
         for batch, points in sorted(lines.items()):

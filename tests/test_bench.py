@@ -67,6 +67,7 @@ def test_an_unknown_cache_is_refused_before_anything_runs(capsys):
     [
         (["generate", "--batch", "2", "1", "--prompt", "40"], "--batch has 2 numbers, --prompt has 1"),
         (["generate", "--new-tokens", "3"], "--new-tokens must be 4 or more, got 3"),
+        (["generate", "--largest-batch"], "there is no GPU"),
         (["compile", "--shape", "tiny", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'"),
         (["attention", "--batch", "2", "--context", "40", "64"], "--batch has 1 numbers, --context has 2"),
         (["attention", "--batch", "0"], "--batch and --context must be positive"),
@@ -74,9 +75,10 @@ def test_an_unknown_cache_is_refused_before_anything_runs(capsys):
         (["attention", "--heads", "7"], "7 query heads cannot share 8 KV heads evenly"),
         (["attention", "--head-dim", "72"], "--head-dim: head size 72 is not a multiple of 16"),
     ],
-    ids=["generate", "new tokens", "compile", "attention", "no row", "recipe", "heads", "head size"],
+    ids=["generate", "new tokens", "largest batch", "compile", "attention", "no row", "recipe", "heads", "head size"],
 )
-def test_arguments_that_cannot_be_are_refused_before_anything_runs(arguments, message, capsys):
+def test_arguments_that_cannot_be_are_refused_before_anything_runs(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", *arguments]) == 1
     assert message in capsys.readouterr().err
 
@@ -102,6 +104,24 @@ def test_a_cache_with_other_logits_than_its_dequantised_tensors_have_is_not_time
     same, other = csv.DictReader(file.open())
     assert not same["failed"] and float(same["logits_error"]) < 1e-4
     assert "not timed" in other["failed"] and other["token_p50_ms"] == "nan"
+
+
+def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    load = bench.load_model
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "load_model", lambda args, device, tokens: load(args, torch.device("cpu"), tokens))
+    monkeypatch.setattr(bench, "_collect", lambda: None)
+    monkeypatch.setattr(bench, "environment", dict)
+    monkeypatch.setattr(bench, "_largest_batch", interrupted)
+    file = tmp_path / "generate.csv"
+    arguments = ["bench", "generate", "--prompt", "40", "--new-tokens", "4", "--largest-batch", "--csv", str(file)]
+    assert cli.main([*arguments, "--caches", "static", "nvfp4-plain"]) == 0
+    (row,) = csv.DictReader(file.open())
+    assert row["cache"] == "static" and float(row["token_p50_ms"]) > 0
+    assert "interrupted: what was measured follows" in (out := capsys.readouterr().out) and "static" in out
 
 
 def test_break_even_is_where_a_cache_stays_ahead():

@@ -103,8 +103,26 @@ def test_speeds_of_the_readme_are_those_measured():
     for case, *figures in rows:
         batch, context = case.removesuffix("k").split(" × ")
         row = measured[f"B {batch} × {1024 * int(context)}"]
-        for figure, column in zip(figures, ("p50_ms", "over_bf16", "over_fp8"), strict=True):
+        for figure, column in zip(figures, ("in_graph_ms", "in_graph_over_bf16", "in_graph_over_fp8"), strict=True):
             assert rounded_to(figure, row[column]), (case, column)
+
+
+@pytest.mark.skipif(not PAGES, reason="the documentation is in the checkout, not in the package")
+def test_whole_models_of_the_readme_are_those_measured():
+    units = {"ms": 1.0, "s": 1e3, "GB": 1e9}
+    measured: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows_of("generate.csv"):
+        measured.setdefault((row["batch"], row["prompt"], row["cache"]), []).append(row)
+    rows = table_rows("README.md", r"\d+ rows? × \d+k$", 4)
+    assert len(rows) == 3
+    for case, *cells in rows:
+        batch, context = re.fullmatch(r"(\d+) rows? × (\d+)k", case).groups()
+        ours, theirs = (measured[batch, str(1024 * int(context)), name][0] for name in ("nvfp4", "static"))
+        assert ours["run"] == theirs["run"]
+        for cell, column in zip(cells, ("token_p50_ms", "first_token_ms", "cache_bytes"), strict=True):
+            figure, unit, other = re.match(r"([\d.]+) (\w+) in place of ([\d.]+)", f"{cell} ").groups()
+            for shown, row in ((figure, ours), (other, theirs)):
+                assert rounded_to(shown, str(float(row[column]) / units[unit])), (case, column)
 
 
 @pytest.mark.skipif(not PAGES, reason="the documentation is in the checkout, not in the package")

@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
         runs = batches_of(args.batch, args.prompt, "--prompt")
         if args.new_tokens < CHECKED_TOKENS:
             raise ValueError(f"--new-tokens must be {CHECKED_TOKENS} or more, got {args.new_tokens}")
+        if args.largest_batch and not torch.cuda.is_available():
+            raise ValueError("--largest-batch fills a GPU's memory, and there is no GPU")
         for name in set(args.caches) - {*ORDINARY, *PEERS}:
             get_recipe(name)
     except ValueError as error:
@@ -97,6 +99,11 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(args, device, max(args.prompt) + args.new_tokens)
     rows: list[Row] = []
     constants = {"model": args.model or args.shape, "layers": str(model.config.num_hidden_layers), **environment()}
+
+    def save() -> None:
+        if args.csv is not None:
+            write_csv(args.csv, [asdict(row) for row in rows], constants)
+
     try:
         for batch, prompt in runs:
             for name in args.caches:
@@ -104,12 +111,12 @@ def run(args: argparse.Namespace) -> int:
                 tokens = passes * (1 + CHECKED_TOKENS) + 1 + args.new_tokens
                 with progress(tokens, f"{name}, {batch} x {prompt} tokens") as advance:
                     row = _measure(model, name, args.attention, batch, prompt, args.new_tokens, advance)
-                if args.largest_batch and not row.failed:
-                    row.largest_batch = _largest_batch(model, name, batch, prompt)
                 rows.append(row)
                 print(row.cache, row.failed or f"{row.token_p50_ms:.2f} ms a token", flush=True)
-                if args.csv is not None:
-                    write_csv(args.csv, [asdict(row) for row in rows], constants)
+                save()
+                if args.largest_batch and not row.failed:
+                    row.largest_batch = _largest_batch(model, name, batch, prompt)
+                    save()
     except KeyboardInterrupt:
         print("interrupted: what was measured follows")
     _print(rows)

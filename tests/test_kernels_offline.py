@@ -19,6 +19,7 @@ from torch_fp4kv.ops.call import AttentionCall
 pytest.importorskip("triton")
 from torch_fp4kv.ops.kernels import append, decode, fallback, prefill, quantize, statistics
 from torch_fp4kv.ops.kernels.nvfp4 import INTERPRETED
+from torch_fp4kv.ops.statistics import Stored
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")
 capabilities = pytest.mark.parametrize("capability", offline.SHARED_MEMORY, ids="sm_{}".format)
@@ -130,11 +131,14 @@ def test_quantize_and_dequantize(capability: int, head_dim: int) -> None:
 def test_statistics(capability: int) -> None:
     x, first = torch.empty(2, 64, 8, 128, dtype=torch.bfloat16).transpose(1, 2), torch.zeros(2, dtype=torch.int32)
     with offline.launches(capability) as compiled:
-        statistics.channel_sums(x, first)
-        statistics.block_amax(x, first, torch.empty(8, 128), 128)
-    assert [kernel.spills for kernel in compiled] == [0, 0]
-    for kernel in compiled:
-        assert kernel.count("LDG.E.128") >= 2, "read 16 bytes at a time"
+        statistics.set_channel_means(torch.empty(8, 128), x, first)
+        stored = Stored(x, "nvfp4", torch.empty(8), torch.empty(8, 128), 128), Stored(x, "nvfp4", torch.empty(8))
+        statistics.set_global_scales(first, stored, (1.5, 1.5))
+    kernels = {kernel.name: kernel for kernel in compiled}
+    assert list(kernels) == ["sums_kernel", "means_kernel", "sizes_kernel", "scales_kernel"]
+    assert all(kernel.spills == 0 for kernel in compiled)
+    for name in ("sums_kernel", "sizes_kernel"):
+        assert kernels[name].count("LDG.E.128") >= 2, "read 16 bytes at a time"
 
 
 def call(head_dim: int, num_queries: int, everything: bool) -> AttentionCall:
@@ -224,8 +228,8 @@ def test_only_the_first_axis_of_a_grid_grows_with_rows_and_heads() -> None:
         one_head = tuple(x.view(rows * heads, 1, 64, -1) for x in stored)
         append.append(*one_head, k.view(-1, 1, 64, 64), k.view(-1, 1, 64, 64), slots, g, g)
         quantize.dequantize(*quantize.quantize(k, g), g)
-        statistics.channel_sums(k, row)
-        statistics.block_amax(k, row, None, 0)
+        statistics.set_channel_means(torch.empty(heads, 64), k, row)
+        statistics.set_global_scales(row, [Stored(k, "nvfp4", torch.empty(heads))], [1.5])
         # Little storage: the workspace bounds the rows of a launch.
         small = {name: getattr(decode_step, name)[:, :, :16] for name in ("k_data", "k_scales", "v_data", "v_scales")}
         prefill.run(dataclasses.replace(decode_step, k_new=q, v_new=q, **small))
@@ -235,13 +239,15 @@ def test_only_the_first_axis_of_a_grid_grows_with_rows_and_heads() -> None:
     assert sorted({*names}) == [
         "append_kernel",
         "attention_kernel",
-        "block_amax_kernel",
         "decode_kernel",
         "dequantize_kernel",
+        "means_kernel",
         "merge_kernel",
         "prefill_kernel",
         "quantize_kernel",
         "query_kernel",
+        "scales_kernel",
+        "sizes_kernel",
         "stage_kernel",
         "sums_kernel",
     ]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from torch_fp4kv.ops import statistics
+from torch_fp4kv.scales import TYPICAL, set_global_scales
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [
@@ -33,7 +37,8 @@ def tokens(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: s
 def test_means_and_largest_magnitudes_leave_out_what_does_not_count() -> None:
     x, first = tokens((3, 2, 20, 32))
     bias = torch.linspace(-1, 1, 64).view(2, 32)
-    mean, amax = statistics.channel_means(x, first), statistics.block_amax(x, first, bias)
+    mean, amax = torch.empty(2, 32), statistics.block_amax(x, first, bias)
+    statistics.set_channel_means(mean, x, first)
     assert mean.shape == (2, 32) and amax.shape == (3, 2, 20, 2)
     for head in range(2):
         for channel in (0, 1, 5):
@@ -44,22 +49,67 @@ def test_means_and_largest_magnitudes_leave_out_what_does_not_count() -> None:
     assert not amax[2, :, 0].any() and bool(amax[2, :, 1].all())
     row = (x[0, 0, 3].double() - bias[0].double()).abs()
     assert float(amax[0, 0, 3, 0]) == pytest.approx(float(row[:16].nan_to_num(0).max()))
-    assert not statistics.channel_means(x, first + 100).any()
+    statistics.set_channel_means(mean, x, first + 100)
+    assert not mean.any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_kernels_agree_with_pytorch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+def test_means_of_the_kernels(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernels = pytest.importorskip("torch_fp4kv.ops.kernels.statistics")
+    monkeypatch.setattr(kernels, "PARTS", 2)
     x, first = tokens(shape, dtype, device)
-    total, count = kernels.channel_sums(x, first)
-    mean = total / count.clamp(min=1)
-    torch.testing.assert_close(mean.cpu(), statistics.channel_means(x.cpu(), first.cpu()), rtol=1e-5, atol=1e-6)
+    got, want = torch.full(shape[1::2], float("nan"), device=device), torch.empty(shape[1::2])
+    kernels.set_channel_means(got, x, first)
+    statistics.set_channel_means(want, x.cpu(), first.cpu())
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-6)
+
+
+def scales(x: Tensor, first: Tensor, function: Callable[..., None], *formats: str, **options: Any) -> list[Tensor]:
+    """What `function` chooses for K and V of `formats`, both `x`, K with `options`."""
+    out = [torch.full((x.shape[1],), float("nan"), device=x.device) for _ in formats]
+    stored = [statistics.Stored(x, kind, scale) for kind, scale in zip(formats, out)]
+    function(first, dataclasses.replace(stored[0], **options), *stored[1:])
+    return [scale.cpu() for scale in out]
+
+
+def by_kernels(first: Tensor, *stored: statistics.Stored) -> None:
+    pytest.importorskip("torch_fp4kv.ops.kernels.statistics").set_global_scales(
+        first, stored, [TYPICAL[one.storage_format] for one in stored]
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_scales_of_the_kernels(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytest.importorskip("torch_fp4kv.ops.kernels.statistics"), "WIDE", 2)
+    x, first = tokens(shape, dtype, device)
+    x = x * torch.tensor([0.01, 1.0, 300.0])[: shape[1], None, None].to(device, dtype)
     bias = torch.randn(shape[1], shape[3]).to(device)
-    for options in ((None, 0), (bias, 0), (bias, shape[3] & -shape[3])):
-        want = statistics.block_amax(x.cpu(), first.cpu(), bias.cpu() if options[0] is not None else None, options[1])
-        assert torch.equal(kernels.block_amax(x, first, *options).cpu(), want)
+    rotation = shape[3] & -shape[3]
+    got = scales(x, first, by_kernels, "fp8", "nvfp4", bias=bias, rotation=rotation)
+    want = scales(x.cpu(), first.cpu(), set_global_scales, "fp8", "nvfp4", bias=bias.cpu(), rotation=rotation)
+    got += scales(x, first, by_kernels, "nvfp4")
+    want += scales(x.cpu(), first.cpu(), set_global_scales, "nvfp4")
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", [0.0, 1e-38, 2.0**-9, 1.5, 448.0, 449.0, 3e38])
+def test_scales_of_equal_magnitudes(value: float, device: str) -> None:
+    """Where a typical block's is the largest, so that no rounding may reach the next power of two."""
+    x, first = torch.full((1, 1, 150, 32), value, device=device), torch.tensor([3], device=device)
+    x[0, 0, ::7] = 0
+    want = scales(x.cpu(), first.cpu(), set_global_scales, "nvfp4", "fp8")
+    assert scales(x, first, by_kernels, "nvfp4", "fp8") == want
+    assert float(want[0]) == {0.0: 2.0**-8, 1e-38: 2.0**-100, 1.5: 1.0, 3e38: 2.0**100}.get(value, float(want[0]))
+    assert value != 3e38 or float(want[1]) == 2.0**100
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter already")
@@ -73,12 +123,13 @@ def test_under_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_allocates_a_sixteenth_of_its_input() -> None:
+def test_a_gpu_allocates_little() -> None:
     x, first = tokens((4, 8, 4096, 128), torch.bfloat16, "cuda")
-    want = statistics.block_amax(x.cpu(), first.cpu(), None, 128)
+    mean = torch.empty(8, 128, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    statistics.channel_means(x, first)
-    amax = statistics.block_amax(x, first, None, 128)
-    assert torch.cuda.max_memory_allocated() - before <= x.numel() // 16 * 4 + (1 << 20)
-    assert torch.equal(amax.cpu(), want)
+    statistics.set_channel_means(mean, x, first)
+    got = scales(x, first, set_global_scales, "nvfp4", "nvfp4", bias=mean, rotation=128)
+    assert torch.cuda.max_memory_allocated() - before <= x.numel() // 16 + (1 << 20)
+    want = scales(x.cpu(), first.cpu(), set_global_scales, "nvfp4", "nvfp4", bias=mean.cpu(), rotation=128)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -13,6 +13,7 @@ from .ops.format.constants import (
     GLOBAL_SCALE_MIN,
     SCALE_MAX,
 )
+from .ops.statistics import Stored, block_amax, on_gpu
 
 CONVENTIONS = {
     "decode": "ours: `x ≈ code · block_scale · scale` (FlashInfer's KV quantise, append and dequantise)",
@@ -30,6 +31,21 @@ NVFP4 a block scale in (1/8, 1/4], which leaves room for magnitudes 1,792 times 
 block scales become subnormal; for e4m3 itself 896 times larger and 16 times smaller."""
 
 
+def set_global_scales(first: Tensor, *stored: Stored) -> None:
+    """Chooses a scale for K, for V or for both, by `choose_global_scale`, and writes it to their `global_scale`.
+
+    Of row b the tokens from `first[b]` (int `[B]`) on count.
+    """
+    if on_gpu(stored[0].x):
+        from .ops.kernels import statistics
+
+        statistics.set_global_scales(first, stored, [_typical(one.storage_format) for one in stored])
+        return
+    for one in stored:
+        sizes = block_amax(one.x, first, one.bias, one.rotation)
+        one.global_scale.copy_(choose_global_scale(sizes, one.storage_format))
+
+
 def choose_global_scale(block_amax: Tensor, storage_format: str = "nvfp4") -> Tensor:
     """Decode scales `[H]` (float32), powers of two: folding one is exact.
 
@@ -45,12 +61,15 @@ def choose_global_scale(block_amax: Tensor, storage_format: str = "nvfp4") -> Te
     # Divided by the largest first: the sum of many of them could overflow.
     relative = torch.where(amax > 0, amax, 1.0)
     typical = (block_amax / relative[:, None, None]).sum((0, 2, 3)) / filled * relative
-    steps = TYPICAL.get(storage_format, TYPICAL["nvfp4"])
-    wanted = torch.maximum(amax / E4M3_MAX, typical / steps)
-    mantissa, exponent = torch.frexp(wanted)
+    wanted = torch.maximum(amax / E4M3_MAX, typical / _typical(storage_format))
+    # The limits are powers of two; beyond float32, which some ask for, there is no exponent.
+    mantissa, exponent = torch.frexp(wanted.clamp(GLOBAL_SCALE_MIN, GLOBAL_SCALE_MAX))
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    scale = torch.ldexp(torch.ones_like(amax), exponent).clamp(GLOBAL_SCALE_MIN, GLOBAL_SCALE_MAX)
-    return torch.where(amax > 0, scale, DEFAULT_GLOBAL_SCALE)
+    return torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent), DEFAULT_GLOBAL_SCALE)
+
+
+def _typical(storage_format: str) -> float:
+    return TYPICAL.get(storage_format, TYPICAL["nvfp4"])
 
 
 def scale_without_clipping(block_amax: Tensor) -> Tensor:

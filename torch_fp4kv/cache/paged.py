@@ -61,7 +61,7 @@ class PagedPositions(Positions):
             if tensor.ndim:
                 setattr(view, name, tensor[row : row + 1])
         view.active = torch.ones_like(view.active)
-        view._slots = {}
+        view._computed = {}
         return view
 
 

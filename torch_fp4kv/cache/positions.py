@@ -5,12 +5,15 @@ Shapes: B rows, n new tokens, T tokens a row of a layer can hold, R exact ring s
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from .buffers import Buffers, allocate
+
+T = TypeVar("T")
 
 RING_SLACK = 16
 """Slots of an exact ring beyond the window, so that dropping up to as many tokens (speculative decoding) loses
@@ -57,7 +60,7 @@ class Positions(Buffers):
         self.calls = 0
         self.overflowed = allocate((batch,), torch.bool, device)
         self._flag: tuple[Tensor, torch.cuda.Event] | None = None
-        self._slots: dict[tuple[int, int, int, int], tuple[Tensor, Tensor | None]] = {}
+        self._computed: dict[tuple[Any, ...], Any] = {}
 
     @property
     def batch_size(self) -> int:
@@ -106,7 +109,7 @@ class Positions(Buffers):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_flag": None, "_slots": {}}
+        return {**self.__dict__, "_flag": None, "_computed": {}}
 
     def advance(self, num_new: int) -> None:
         """Adds `num_new` tokens to every row."""
@@ -126,19 +129,14 @@ class Positions(Buffers):
             self.host_length += step
         else:
             self.overflowed.logical_or_(self.lengths > self.capacity)
-        self._slots.clear()
+        self._computed.clear()
 
     def slots(self, batch: int, num_new: int, tokens: int, num_sinks: int) -> tuple[Tensor, Tensor | None]:
         """`(slots, exact_slots)`, int64 `[batch, n]`, of the last `num_new` tokens, in a layer of `tokens` a row.
 
         `exact_slots` is None without an exact overlay; tokens that the overlay does not keep go to its scratch slot.
         """
-        if torch.compiler.is_compiling():
-            return self._compute_slots(batch, num_new, tokens, num_sinks)
-        key = (batch, num_new, tokens, num_sinks)
-        if key not in self._slots:
-            self._slots[key] = self._compute_slots(*key)
-        return self._slots[key]
+        return self._shared(self._compute_slots, batch, num_new, tokens, num_sinks)
 
     def _compute_slots(self, batch: int, num_new: int, tokens: int, num_sinks: int) -> tuple[Tensor, Tensor | None]:
         lengths = self.lengths[:batch, None].to(torch.int64)
@@ -155,6 +153,24 @@ class Positions(Buffers):
             from_start = position - self.starts[:batch, None]
             exact = torch.where((from_start >= 0) & (from_start < num_sinks), from_start, exact)
         return slots, exact
+
+    def first_visible(self, batch: int, num_new: int, skip: int = 0) -> Tensor:
+        """int32 `[batch]`: index among the last `num_new` tokens of the first one that counts, after padding and `skip`
+        tokens more; negative where earlier ones count already."""
+        return self._shared(self._compute_first_visible, batch, num_new, skip)
+
+    def _compute_first_visible(self, batch: int, num_new: int, skip: int) -> Tensor:
+        return self.starts[:batch] - self.lengths[:batch] + (num_new + skip)
+
+    def _shared(self, compute: Callable[..., T], *sizes: int) -> T:
+        """`compute(*sizes)`, once for all layers of a step."""
+        if torch.compiler.is_compiling():
+            return compute(*sizes)
+        key = (compute.__name__, *sizes)
+        if key not in self._computed:
+            self._computed[key] = compute(*sizes)
+        found: T = self._computed[key]
+        return found
 
     def slots_at(self, rows: Tensor, position: Tensor, tokens: int) -> Tensor:
         """int64 `[B, n]`: where the tokens at `position` `[B, n]` of `rows` (int64 `[B]`) lie, with one page of
@@ -175,7 +191,7 @@ class Positions(Buffers):
         self.lengths.sub_(num_tokens).clamp_(min=0)
         self.host_length = max(0, self.host_length - num_tokens)
         torch.minimum(self.held_from, self.lengths, out=self.held_from)
-        self._slots.clear()
+        self._computed.clear()
 
     def reset(self) -> None:
         """Empties every row."""
@@ -186,7 +202,7 @@ class Positions(Buffers):
         self.host_length = 0
         self.calls = 0
         self._flag = None
-        self._slots.clear()
+        self._computed.clear()
 
     def set_starts(self, starts: Tensor) -> None:
         """Sets the first visible position of each row (int `[B']`, `B' ≤ B`), before anything is stored."""
@@ -195,7 +211,7 @@ class Positions(Buffers):
         padding = starts.tolist()
         self.padded = any(padding)
         self.shared_padding = min(padding, default=0)
-        self._slots.clear()
+        self._computed.clear()
 
     def mask_is_starts(self, mask: Tensor, num_new: int) -> bool:
         """Whether `mask` (`[B', n]`, 0 where hidden), of the tokens stored and `num_new` more, hides those before
@@ -226,7 +242,7 @@ class Positions(Buffers):
         self.padded = bool(self.starts.any())
         self.host_length = int(self.lengths.max()) if self.capacity is None else 0
         self._flag = None
-        self._slots.clear()
+        self._computed.clear()
 
     def place(self, rows: Tensor, lengths: Tensor, starts: Tensor, longest: Tensor, held_from: Tensor) -> None:
         """Says where `rows` (int64 `[B]`) stand after tokens came from elsewhere; int `[B]` each."""
@@ -236,14 +252,14 @@ class Positions(Buffers):
             getattr(self, name)[rows] = held_from.to(self.lengths)
         self.padded = self.padded or bool(starts.any())
         self.host_length = int(lengths.max()) if self.capacity is None else 0
-        self._slots.clear()
+        self._computed.clear()
 
     def to(self, device: torch.device) -> None:
         """Moves all state."""
         for name, tensor in self.tensors():
             setattr(self, name, allocate(tuple(tensor.shape), tensor.dtype, device).copy_(tensor))
         self._flag = None
-        self._slots.clear()
+        self._computed.clear()
 
     def select(self, rows: Tensor) -> None:
         """Keeps rows `rows` (int64 `[B']`) of those in use, in that order; in place where the number of rows stays."""
@@ -258,4 +274,4 @@ class Positions(Buffers):
             vars(self).update({n: allocate((len(rows),), t.dtype, device).copy_(t) for n, t in selected.items()})
         self.rows = len(rows)
         self._flag = None
-        self._slots.clear()
+        self._computed.clear()

@@ -7,7 +7,7 @@ Shapes: B rows, H KV heads, Hq query heads, n new tokens, T tokens a row, D and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,9 @@ from ..ops.dequantize import values
 from ..ops.format.constants import BLOCK, E4M3_MAX, SCALE_MAX
 from ..ops.format.rotation import largest_block
 from ..ops.format.transform import KeyTransform
-from ..ops.statistics import block_amax, channel_means
+from ..ops.statistics import Stored, block_amax, set_channel_means
 from ..recipe import LayerCalibration, Matrix, Recipe
-from ..scales import choose_global_scale, scale_without_clipping
+from ..scales import scale_without_clipping, set_global_scales
 from .buffers import Buffers, allocate
 from .positions import RING_SLACK, Positions
 
@@ -279,43 +279,40 @@ class LayerStorage(Buffers, nn.Module):
     def calibrate(self, k: Tensor, v: Tensor, positions: Positions) -> None:
         """Chooses bias and global scales from the first tokens, padding left out; calibrated ones stay."""
         batch, _, num_new, _ = k.shape
-        first = positions.starts[:batch] - (positions.lengths[:batch] - num_new)
+        first = positions.first_visible(batch, num_new)
         if self.k_bias is not None and self.recipe.k_bias == "prompt":
             # An `if`, since a comparison of a symbolic number is no bool: compiled code is one or the other.
             visible = num_new - positions.shared_padding
             if visible >= MIN_BIAS_TOKENS:
                 # The first tokens are unlike the rest, and sinks are kept exact anyway.
-                sinks = self.recipe.num_sink_tokens
-                self.k_bias.copy_(channel_means(k, first + sinks if visible >= MIN_BIAS_TOKENS + sinks else first))
+                sinks = self.recipe.num_sink_tokens if visible >= MIN_BIAS_TOKENS + self.recipe.num_sink_tokens else 0
+                set_channel_means(self.k_bias, k, positions.first_visible(batch, num_new, sinks))
                 self.rotated = self.recipe.rotate_k
             else:
                 self.k_bias.zero_()
                 self.rotated = False
         calibration = self.recipe.calibration[0] if self.recipe.calibration else LayerCalibration()
-        self._set_scale(
-            self.k_global, self.recipe.k_format, calibration.k_scale, lambda: self._block_amax_of_k(k, first)
-        )
-        self._set_scale(
-            self.v_global, self.recipe.v_format, calibration.v_scale, lambda: block_amax(v, first, self.v_bias)
-        )
+        unknown = []
+        for stored, known in (
+            (self._stored_k(k), calibration.k_scale),
+            (Stored(v, self.v_format, self.v_global, self.v_bias), calibration.v_scale),
+        ):
+            if known is None:
+                unknown.append(stored)
+                continue
+            scale = stored.global_scale
+            scale.copy_(torch.tensor(known).expand(scale.shape))
+            if SCALE_MAX[self.v_scale_layout] < E4M3_MAX:
+                # A given scale may leave no head-room, and block scales saturate earlier here.
+                sizes = block_amax(stored.x, first, stored.bias, stored.rotation)
+                scale.copy_(torch.maximum(scale, scale_without_clipping(sizes)))
+        if unknown:
+            set_global_scales(first, *unknown)
 
-    def _set_scale(
-        self, target: Tensor, storage_format: str, known: tuple[float, ...] | None, blocks: Callable[[], Tensor]
-    ) -> None:
-        """Sets a global scale to the calibrated one, or to one chosen from the largest magnitudes of `blocks`."""
-        if known is None:
-            target.copy_(choose_global_scale(blocks(), storage_format))
-            return
-        target.copy_(torch.tensor(known).expand(target.shape))
-        if SCALE_MAX[self.v_scale_layout] < E4M3_MAX:
-            # A given scale may leave no head-room, and block scales saturate earlier here.
-            target.copy_(torch.maximum(target, scale_without_clipping(blocks())))
-
-    def _block_amax_of_k(self, k: Tensor, first: Tensor) -> Tensor:
-        """`block_amax` of `k` as it is stored."""
+    def _stored_k(self, k: Tensor) -> Stored:
         if self.k_factors is None and self.k_order is None:
-            return block_amax(k, first, self.k_bias, self.k_rotation())
-        return block_amax(self.transform.key(k), first)
+            return Stored(k, self.k_format, self.k_global, self.k_bias, self.k_rotation())
+        return Stored(self.transform.key(k), self.k_format, self.k_global)
 
     def _clone_rings(self, batch: int) -> Before:
         """Copies of what the next prefill overwrites: exact slots, and a sliding layer's whole ring; both are small."""

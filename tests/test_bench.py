@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from torch_fp4kv import cli
+from transformers import Gemma3Config, LlamaConfig
+
+from torch_fp4kv import cli, console
 from torch_fp4kv.bench import generate as bench
+from torch_fp4kv.bench import models
 from torch_fp4kv.bench.generate import Row
+from torch_fp4kv.evaluation import scoring
 
 
 def test_one_failing_cache_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
@@ -68,6 +73,14 @@ def test_an_unknown_cache_is_refused_before_anything_runs(capsys):
         (["generate", "--batch", "2", "1", "--prompt", "40"], "--batch has 2 numbers, --prompt has 1"),
         (["generate", "--new-tokens", "3"], "--new-tokens must be 4 or more, got 3"),
         (["generate", "--largest-batch"], "there is no GPU"),
+        (["generate", "--model", "no-such.gguf"], "no model at no-such.gguf"),
+        (["generate", "--model", str(Path(__file__).parent)], "config.json"),
+        (["generate", "--layers", "0"], "--layers must be 1 or more, got 0"),
+        (["generate", "--model", ".", "--layers", "1"], "--layers is for --shape"),
+        (["compile", "--model", "/no/such"], "no model at /no/such"),
+        (["compile", "--shape", "tiny", "--layers", "-1"], "--layers must be 1 or more, got -1"),
+        (["compile", "--shape", "tiny", "--new-tokens", "4"], "--new-tokens 5 or more"),
+        (["compile", "--shape", "tiny", "--recipe", "nvfp4-max"], "needs a calibrated k_bias"),
         (["compile", "--shape", "tiny", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'"),
         (["attention", "--batch", "2", "--context", "40", "64"], "--batch has 1 numbers, --context has 2"),
         (["attention", "--batch", "0"], "--batch and --context must be positive"),
@@ -75,12 +88,48 @@ def test_an_unknown_cache_is_refused_before_anything_runs(capsys):
         (["attention", "--heads", "7"], "7 query heads cannot share 8 KV heads evenly"),
         (["attention", "--head-dim", "72"], "--head-dim: head size 72 is not a multiple of 16"),
     ],
-    ids=["generate", "new tokens", "largest batch", "compile", "attention", "no row", "recipe", "heads", "head size"],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_arguments_that_cannot_be_are_refused_before_anything_runs(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--csv", "--png"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(option, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "rows"):
+        for command in (["bench", "generate"], ["eval"]):
+            with pytest.raises(SystemExit):
+                cli.main([*command, option, str(path)])
+            assert f"cannot write {path}" in capsys.readouterr().err
+    assert console.output_file(str(tmp_path / "new" / "rows")).parent.is_dir()
+
+
+def test_prompts_of_a_model_that_also_sees():
+    """Its vocabulary is its text model's."""
+    config = Gemma3Config(text_config={"vocab_size": 9})
+    ids = models.prompt_ids(SimpleNamespace(config=config, device=torch.device("cpu")), 2, 50)
+    assert ids.shape == (2, 50) and int(ids.max()) == 8
+
+
+def test_a_model_is_named_by_its_folder_or_file():
+    assert scoring.model_name("/models/SmolLM2-1.7B/") == scoring.model_name("SmolLM2-1.7B.gguf") == "SmolLM2-1.7B"
+
+
+def test_the_95th_percentile_is_no_more_than_the_slowest_token(tmp_path, monkeypatch):
+    def generate(model, ids, cache, new_tokens, clock, **options):
+        clock.times = [0.0, 1.0, 1.001, 1.002, 3.002]
+        return made(model, ids, cache, new_tokens, bench.Clock(), **options)
+
+    made = bench.generate_greedily
+    monkeypatch.setattr(bench, "generate_greedily", generate)
+    file = tmp_path / "generate.csv"
+    arguments = ["bench", "generate", "--prompt", "8", "--new-tokens", "4", "--caches", "static", "--csv", str(file)]
+    assert cli.main(arguments) == 0
+    (row,) = csv.DictReader(file.open())
+    assert 1000 < float(row["token_p95_ms"]) < 2000 and row["peak_bytes"] == row["largest_batch"] == ""
 
 
 def test_logits_count_up_to_the_first_other_token():
@@ -106,9 +155,17 @@ def test_a_cache_with_other_logits_than_its_dequantised_tensors_have_is_not_time
     assert "not timed" in other["failed"] and other["token_p50_ms"] == "nan"
 
 
-def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("raised", "kept", "message"),
+    [
+        (KeyboardInterrupt, ["static"], "interrupted: what was measured follows"),
+        (RuntimeError("no kernel"), ["static", "nvfp4-plain"], "static: its largest batch was not found: RuntimeError"),
+    ],
+    ids=["Ctrl-C", "error"],
+)
+def test_rows_outlive_the_search_for_the_largest_batch(raised, kept, message, monkeypatch, tmp_path, capsys):
     def interrupted(*args):
-        raise KeyboardInterrupt
+        raise raised
 
     load = bench.load_model
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -119,9 +176,9 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path, capsys):
     file = tmp_path / "generate.csv"
     arguments = ["bench", "generate", "--prompt", "40", "--new-tokens", "4", "--largest-batch", "--csv", str(file)]
     assert cli.main([*arguments, "--caches", "static", "nvfp4-plain"]) == 0
-    (row,) = csv.DictReader(file.open())
-    assert row["cache"] == "static" and float(row["token_p50_ms"]) > 0
-    assert "interrupted: what was measured follows" in (out := capsys.readouterr().out) and "static" in out
+    rows = list(csv.DictReader(file.open()))
+    assert [row["cache"] for row in rows] == kept and all(float(row["token_p50_ms"]) > 0 for row in rows)
+    assert message in (out := capsys.readouterr().out) and "static" in out
 
 
 def test_break_even_is_where_a_cache_stays_ahead():
@@ -147,7 +204,7 @@ def test_the_largest_batch_is_found_to_within_a_sixteenth(limit, monkeypatch):
 
     monkeypatch.setattr(bench, "generate_greedily", generate)
     monkeypatch.setattr(bench, "_make_cache", lambda *args: SimpleNamespace(reset=lambda: None))
-    model = SimpleNamespace(config=SimpleNamespace(vocab_size=8), device=torch.device("cpu"))
+    model = SimpleNamespace(config=LlamaConfig(vocab_size=8), device=torch.device("cpu"))
     for name in ("static", "dynamic"):
         found = bench._largest_batch(model, name, 4, 3 * bench.CHUNK)
         assert limit * 15 / 16 <= found <= limit

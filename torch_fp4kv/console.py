@@ -1,11 +1,14 @@
-"""What the commands print with: headings, tables, progress bars."""
+"""What the commands share: headings, tables, progress bars, files to write."""
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -21,6 +24,19 @@ def table(rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
         print("  ".join(cells).rstrip(), flush=True)
+
+
+def output_file(text: str) -> Path:
+    """Type of an option that names a file to write at the end: what cannot be written is refused at the start, and its
+    folder is made."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {text}: {error.strerror}") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {text}: it is a directory, or write-protected")
+    return path
 
 
 def pyplot() -> Any:

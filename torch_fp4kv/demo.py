@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     quiet()
     model, tokenizer = load(path, device)
-    heading(f"{path.stem}: {describe(model)}")
+    heading(f"{scoring.model_name(path)}: {describe(model)}")
     generation(model, tokenizer, args)
     scores(model, tokenizer, args)
     return 0
@@ -89,7 +89,7 @@ def load(path: Path, device: torch.device) -> tuple[Any, Any]:
     """Model and tokenizer from a directory or a GGUF file: float32 on the CPU, bfloat16 on a GPU."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, source = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
+    folder, source = scoring.model_source(path)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(folder, **source)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **source)

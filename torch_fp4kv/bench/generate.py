@@ -9,16 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..console import heading, progress, table
+from ..console import heading, output_file, progress, table
 from ..evaluation.peers import PEERS
+from ..evaluation.scoring import model_name
 from ..recipe import get_recipe
-from .models import SHAPES, Clock, batches_of, generate_greedily, load_model, prompt_ids
+from .models import SHAPES, Clock, batches_of, check_source, generate_greedily, load_model, prompt_ids
 from .results import cell, environment, write_csv
 
 ORDINARY = ("static", "dynamic")
@@ -35,7 +35,12 @@ CHUNK = 512
 
 @dataclass
 class Row:
-    """One cache on one batch and prompt. Times in milliseconds, sizes in bytes, 0 where they are not known."""
+    """One cache on one batch and prompt. Times in milliseconds, sizes in bytes; None or NaN where not known.
+
+    `tokens_per_s` is the batch over the median time of a token, without the prompt. `warm_up_s` is the first
+    `generate`, of few tokens: prompt, compiling or loading from Inductor's cache on disk, capturing. `peak_bytes` are
+    all of the GPU's, weights included.
+    """
 
     cache: str
     attention: str
@@ -47,9 +52,9 @@ class Row:
     token_p95_ms: float = float("nan")
     tokens_per_s: float = float("nan")
     warm_up_s: float = float("nan")
-    cache_bytes: int = 0
-    peak_bytes: int = 0
-    largest_batch: int = 0
+    cache_bytes: int | None = None
+    peak_bytes: int | None = None
+    largest_batch: int | None = None
     logits_error: float = float("nan")
     failed: str = ""
 
@@ -64,12 +69,13 @@ class Checked:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="a model directory; default: random weights of --shape")
-    parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", help="a model's directory or a GGUF file (default: random weights of --shape)")
+    source.add_argument("--shape", choices=list(SHAPES), default="tiny", help="(default: tiny)")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--prompt", type=int, nargs="+", default=[2048], help="tokens, one run for each --batch")
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="tokens to generate (default: 128)")
     parser.add_argument(
         "--caches",
         nargs="+",
@@ -78,13 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--attention", default="sdpa", choices=["sdpa", "fp4kv"], help="for our caches")
     parser.add_argument("--largest-batch", action="store_true", help="also find the most rows that fit the GPU")
-    parser.add_argument("--csv", type=Path, help="write the rows here too, each as soon as it is measured")
-    parser.add_argument("--png", type=Path, help="draw the times here (needs matplotlib)")
+    parser.add_argument("--csv", type=output_file, help="write the rows here too, each as soon as it is measured")
+    parser.add_argument("--png", type=output_file, help="draw the times here (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs every cache on every batch and prompt; a failing one does not stop the others, Ctrl-C keeps what is done."""
     try:
+        check_source(args)
         runs = batches_of(args.batch, args.prompt, "--prompt")
         if args.new_tokens < CHECKED_TOKENS:
             raise ValueError(f"--new-tokens must be {CHECKED_TOKENS} or more, got {args.new_tokens}")
@@ -92,13 +99,18 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("--largest-batch fills a GPU's memory, and there is no GPU")
         for name in set(args.caches) - {*ORDINARY, *PEERS}:
             get_recipe(name)
-    except ValueError as error:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_model(args, device, max(args.prompt) + args.new_tokens)
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(args, device, max(args.prompt) + args.new_tokens)
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     rows: list[Row] = []
-    constants = {"model": args.model or args.shape, "layers": str(model.config.num_hidden_layers), **environment()}
+    constants = {
+        "model": model_name(args.model) if args.model else args.shape,
+        "layers": str(num_layers),
+        **environment(),
+    }
 
     def save() -> None:
         if args.csv is not None:
@@ -115,7 +127,10 @@ def run(args: argparse.Namespace) -> int:
                 print(row.cache, row.failed or f"{row.token_p50_ms:.2f} ms a token", flush=True)
                 save()
                 if args.largest_batch and not row.failed:
-                    row.largest_batch = _largest_batch(model, name, batch, prompt)
+                    try:
+                        row.largest_batch = _largest_batch(model, name, batch, prompt)
+                    except Exception as error:
+                        print(f"{name}: its largest batch was not found: {_first_line(error)}")
                     save()
     except KeyboardInterrupt:
         print("interrupted: what was measured follows")
@@ -218,7 +233,7 @@ def _measure(
         steps = [(b - a) * 1e3 for a, b in zip([first, *later], later)]
         row.first_token_ms = (first - start) * 1e3
         row.token_p50_ms = statistics.median(steps)
-        row.token_p95_ms = statistics.quantiles(steps, n=20)[-1] if len(steps) > 1 else steps[0]
+        row.token_p95_ms = statistics.quantiles(steps, n=20, method="inclusive")[-1]
         row.tokens_per_s = batch * 1e3 / row.token_p50_ms
         if ours:
             row.cache_bytes = cache.nbytes()
@@ -227,7 +242,7 @@ def _measure(
         if on_gpu:
             row.peak_bytes = torch.cuda.max_memory_allocated()
     except Exception as error:
-        row.failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        row.failed = _first_line(error)
     finally:
         del cache
         _collect()
@@ -293,6 +308,10 @@ def _nbytes(cache: Any) -> int:
     return sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
 
 
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 def _collect() -> None:
     gc.collect()
     if torch.cuda.is_available():
@@ -302,5 +321,7 @@ def _collect() -> None:
 def _print(rows: list[Row]) -> None:
     heading("Caches side by side (times in ms; the error: logits to those of dequantised tensors)")
     names = [f.name for f in fields(Row) if f.name != "failed"]
-    cells = [[cell(getattr(row, name)) for name in names] + [row.failed] for row in rows]
-    table([[*names, "failed"], *cells])
+    table([names, *[[cell(getattr(row, name)) for name in names] for row in rows]])
+    for row in rows:
+        if row.failed:
+            print(f"{row.cache}, {row.batch} x {row.prompt} tokens: {row.failed}")

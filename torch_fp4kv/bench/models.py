@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..evaluation.scoring import cache_argument
+from ..evaluation.scoring import cache_argument, model_source
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -65,6 +65,16 @@ def batches_of(batches: list[int], tokens: list[int], name: str) -> list[tuple[i
     return list(zip(batches, tokens, strict=True))
 
 
+def check_source(args: argparse.Namespace) -> None:
+    """Raises ValueError where `load_model` has nothing at `args.model`, or can do nothing with `args.layers`."""
+    if args.model:
+        model_source(args.model)
+    if args.layers is not None and args.model:
+        raise ValueError("--layers is for --shape: a model has the layers of its weights")
+    if args.layers is not None and args.layers < 1:
+        raise ValueError(f"--layers must be 1 or more, got {args.layers}")
+
+
 class Clock:
     """A streamer that notes when the prompt and each token reached the host, and calls `advance(1)` for each."""
 
@@ -82,14 +92,16 @@ class Clock:
 
 
 def load_model(args: argparse.Namespace, device: torch.device, tokens: int) -> Any:
-    """The model in directory `args.model`, or one of `args.shape` for `tokens` tokens with random weights."""
+    """The model `args.model`, a directory or a GGUF file, or one of `args.shape` for `tokens` tokens with random
+    weights; float32 on the CPU, bfloat16 on a GPU."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if args.model:
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
+        folder, source = model_source(args.model)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **source).to(device).eval()
     settings = dict(SHAPES[args.shape])
-    if args.layers:
+    if args.layers is not None:
         settings["num_hidden_layers"] = args.layers
     config = AutoConfig.for_model(settings.pop("model_type"), max_position_embeddings=tokens, **settings)
     with torch.device(device):
@@ -99,7 +111,8 @@ def load_model(args: argparse.Namespace, device: torch.device, tokens: int) -> A
 def prompt_ids(model: Any, batch: int, prompt: int) -> Tensor:
     """`[batch, prompt]` tokens, the same in every run."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (batch, prompt), generator=generator).to(model.device)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(vocabulary, (batch, prompt), generator=generator).to(model.device)
 
 
 def generate_greedily(model: Any, ids: Tensor, cache: Any, new_tokens: int, streamer: Any, **options: Any) -> Any:

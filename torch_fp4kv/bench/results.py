@@ -20,7 +20,6 @@ def environment() -> dict[str, str]:
 
 def write_csv(path: Path, rows: list[dict[str, Any]], constants: dict[str, str]) -> None:
     """Writes `rows`, each with `constants`, to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *constants])
         writer.writeheader()
@@ -28,5 +27,7 @@ def write_csv(path: Path, rows: list[dict[str, Any]], constants: dict[str, str])
 
 
 def cell(value: Any) -> str:
-    """Four digits of a float."""
+    """Four digits of a float; "-" for what is not known, NaN or None."""
+    if value is None or value != value:
+        return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

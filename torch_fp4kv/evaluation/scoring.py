@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pydoc_data.topics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,23 @@ def rows_of_text(tokenizer: Any, num_rows: int, num_tokens: int, spacing: int = 
             f"the text has {tokens.numel()} tokens; {num_rows} rows of {num_tokens}, {spacing} apart, need {needed}"
         )
     return torch.stack([tokens[(skip + i) * spacing :][:num_tokens] for i in range(num_rows)])
+
+
+def model_source(path: str | Path) -> tuple[Path, dict[str, str]]:
+    """What `from_pretrained` takes for `path`, a model's directory or a GGUF file: the directory, and options.
+
+    Raises:
+        ValueError: there is nothing at `path`.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"no model at {path}")
+    return (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
+
+
+def model_name(path: str | Path) -> str:
+    """What tables call the model at `path`; a version such as 1.7B stays whole."""
+    return Path(path).name.removesuffix(".gguf")
 
 
 def cache_argument(call: Callable[..., Any]) -> str:

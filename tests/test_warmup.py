@@ -9,9 +9,11 @@ import pytest
 import torch
 from hf_models import compile_everywhere, greedy, llama, prompt
 from torch._dynamo.utils import counters
+from transformers import DynamicCache
 
 from torch_fp4kv import NVFP4Cache, warmup
 from torch_fp4kv.evaluation.scoring import cache_argument
+from torch_fp4kv.startup import NUM_NEW
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -59,11 +61,24 @@ def test_it_says_what_came_from_inductors_cache(tmp_path):
     assert compiled_again == 0 and from_cache_again == compiled
 
 
+def test_it_takes_the_options_of_a_request():
+    model, steps = llama(num_hidden_layers=1), []
+    model.register_forward_hook(lambda *call: steps.append(call))
+    cache = NVFP4Cache(model.config, 32)
+    warmup(model, cache, prompt_tokens=(8,), max_new_tokens=500, eos_token_id=list(range(model.config.vocab_size)))
+    assert len(steps) == NUM_NEW and int(cache.get_seq_length()) == 0
+
+
 def test_what_it_cannot_warm_is_refused():
     model = llama(num_hidden_layers=1)
     with pytest.raises(ValueError, match="max_cache_len"):
         warmup(model, NVFP4Cache(model.config))
+    with pytest.raises(ValueError, match="max_cache_len"):
+        warmup(model, DynamicCache(config=model.config))
     cache = NVFP4Cache(model.config, 32)
+    for nothing in ({"batch_size": 0}, {"prompt_tokens": ()}, {"prompt_tokens": (8, 0)}):
+        with pytest.raises(ValueError, match="one row or more and prompts of one token or more"):
+            warmup(model, cache, **nothing)
     with pytest.raises(ValueError, match="do not fit max_cache_len=32"):
         warmup(model, cache, prompt_tokens=(8, 30))
     with torch.no_grad():

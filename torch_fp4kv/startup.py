@@ -43,15 +43,22 @@ def warmup(
         cache: an empty `NVFP4Cache` with `max_cache_len`, the one that will serve. Mutated: allocated, and reset.
         batch_size: rows of the requests.
         prompt_tokens: prompt lengths to run. Compiled decoding does not depend on them; kernels of prefill may.
-        **options: for `model.generate`, such as `compile_config=`; those that requests will use.
+        **options: for `model.generate`, such as `compile_config=`; those that requests will use. `max_new_tokens` and
+            `eos_token_id` are set here.
 
     Returns:
         How long it took, and where the graphs came from.
 
     Raises:
-        ValueError: the cache grows, holds tokens, or is too small for a prompt; nothing was run.
+        ValueError: there is nothing to run, or the cache grows, holds tokens, or is too small for a prompt; nothing was
+            run.
     """
-    capacity = cache.layers[0].max_cache_len
+    if batch_size < 1 or not prompt_tokens or min(prompt_tokens) < 1:
+        raise ValueError(
+            "warmup needs one row or more and prompts of one token or more, "
+            f"got batch_size={batch_size} and prompt_tokens={tuple(prompt_tokens)}"
+        )
+    capacity = getattr(cache.layers[0], "max_cache_len", None)
     if capacity is None:
         raise ValueError("a cache that grows is not compiled: make it with max_cache_len")
     if int(cache.get_seq_length()):
@@ -64,11 +71,10 @@ def warmup(
         # Unlike tokens, so that scales and bias are ordinary; seeded apart from the caller's generator.
         ids = torch.randint(vocabulary, (batch_size, length), generator=torch.Generator().manual_seed(0))
         ids = ids.to(model.device)
-        settings = {"do_sample": False, "pad_token_id": 0, **options, cache_argument(model.forward): cache}
+        settings = {"do_sample": False, "pad_token_id": 0, **options, "max_new_tokens": NUM_NEW, "eos_token_id": None}
+        settings[cache_argument(model.forward)] = cache
         try:
-            model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, eos_token_id=None, **settings
-            )
+            model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
         finally:
             cache.reset()
     if model.device.type == "cuda":

@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 from transformers import Gemma3Config, LlamaConfig
 
 from torch_fp4kv import cli, console
+from torch_fp4kv.bench import attention, models
 from torch_fp4kv.bench import generate as bench
-from torch_fp4kv.bench import models
 from torch_fp4kv.bench.generate import Row
 from torch_fp4kv.evaluation import scoring
 
@@ -85,6 +85,7 @@ def test_an_unknown_cache_is_refused_before_anything_runs(capsys):
         (["attention", "--batch", "2", "--context", "40", "64"], "--batch has 1 numbers, --context has 2"),
         (["attention", "--batch", "0"], "--batch and --context must be positive"),
         (["attention", "--recipes", "nvfp5"], "unknown recipe 'nvfp5'"),
+        (["attention", "--recipes", "nvfp4-max"], "needs a calibrated k_bias"),
         (["attention", "--heads", "7"], "7 query heads cannot share 8 KV heads evenly"),
         (["attention", "--head-dim", "72"], "--head-dim: head size 72 is not a multiple of 16"),
     ],
@@ -232,3 +233,29 @@ def test_attention_beside_sdpa(tmp_path):
     assert int(rows[0]["cache_bytes"]) == 2 * 2 * 2 * 100 * 64 * 2
     assert all(0 < float(row["error"]) < 2**-8 and float(row["p20_us"]) <= float(row["p80_us"]) for row in rows)
     assert float(rows[1]["speedup"]) == pytest.approx(float(rows[0]["p50_us"]) / float(rows[1]["p50_us"]))
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("no room"), KeyboardInterrupt], ids=["error", "Ctrl-C"])
+def test_attention_keeps_the_shapes_that_were_measured(raised, tmp_path, monkeypatch, capsys):
+    made = attention.measure
+
+    def measure(args, batch, context, device):
+        if context == 40:
+            raise raised
+        return made(args, batch, context, device)
+
+    monkeypatch.setattr(attention, "measure", measure)
+    file = tmp_path / "attention.csv"
+    shape = ["--heads", "2", "--kv-heads", "1", "--head-dim", "64", "--recipes", "fp8"]
+    runs = ["--batch", "1", "1", "1", "--context", "20", "40", "24"]
+    assert cli.main(["bench", "attention", *shape, *runs, "--csv", str(file)]) == 1
+    kept = ["20", "20", "24", "24"] if isinstance(raised, RuntimeError) else ["20", "20"]
+    assert [row["context"] for row in csv.DictReader(file.open())] == kept
+    assert ("1 x 40 tokens: RuntimeError: no room" if len(kept) == 4 else "interrupted") in capsys.readouterr().err
+
+
+def test_attention_says_which_error_is_beyond_rounding(monkeypatch, capsys):
+    monkeypatch.setattr(attention, "relative_error", lambda *args: 0.02)
+    shape = ["--context", "20", "--heads", "2", "--kv-heads", "1", "--head-dim", "64", "--recipes", "fp8"]
+    assert cli.main(["bench", "attention", *shape]) == 1
+    assert "fp8, 1 x 20: an error of 0.02 is beyond rounding" in capsys.readouterr().err

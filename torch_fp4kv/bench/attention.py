@@ -31,6 +31,10 @@ BACKENDS = {
 }
 
 
+LARGEST_ERROR = 2**-7
+"""Results in BF16 are rounded to 2^-9."""
+
+
 @dataclass
 class Row:
     """One implementation on one shape. Times in microseconds; on a GPU a replay of a CUDA graph, L2 flushed before it.
@@ -60,11 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints, for each shape, the fastest SDPA over BF16 and each recipe; 1 if an error is beyond rounding."""
+    """Prints, for each shape, the fastest SDPA over BF16 and each recipe; 1 if an error is beyond rounding, or nothing
+    was measured. A shape that fails does not stop the others, and Ctrl-C keeps the shapes that are done."""
     try:
         runs = batches_of(args.batch, args.context, "--context")
         for name in args.recipes:
-            get_recipe(name)
+            get_recipe(name).for_layer(0)
         if args.kv_heads < 1 or args.heads < 1 or args.heads % args.kv_heads:
             raise ValueError(f"{args.heads} query heads cannot share {args.kv_heads} KV heads evenly")
         checks.head_dim(args.head_dim, "--head-dim")
@@ -72,19 +77,34 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = []
-    with torch.no_grad():
+    rows: list[Row] = []
+    failed = False
+    try:
         for batch, context in runs:
-            rows += measure(args, batch, context, device)
+            try:
+                rows += measure(args, batch, context, device)
+            except RuntimeError as error:
+                print(f"{batch} x {context} tokens: {type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+                failed = True
+    except KeyboardInterrupt:
+        print("interrupted: the shapes that were measured follow", file=sys.stderr)
+        failed = True
+    if not rows:
+        return 1
     heading("Attention of one token a row (speed-up over the fastest SDPA)")
     table([[f.name for f in fields(Row)], *[[cell(value) for value in asdict(row).values()] for row in rows]])
     if args.csv is not None:
         shape = {"heads": str(args.heads), "kv_heads": str(args.kv_heads), "head_dim": str(args.head_dim)}
         write_csv(args.csv, [asdict(row) for row in rows], {**shape, **environment()})
-    # BF16 results are rounded to 2^-9.
-    return 0 if all(row.error < 2**-7 for row in rows) else 1
+    wrong = [row for row in rows if not row.error < LARGEST_ERROR]
+    for row in wrong:
+        print(
+            f"{row.cache}, {row.batch} x {row.context}: an error of {row.error:.3g} is beyond rounding", file=sys.stderr
+        )
+    return 1 if failed or wrong else 0
 
 
+@torch.no_grad()
 def measure(args: argparse.Namespace, batch: int, context: int, device: torch.device) -> list[Row]:
     """Rows of one shape, the BF16 one first."""
     from .. import NVFP4KVCache
@@ -94,6 +114,8 @@ def measure(args: argparse.Namespace, batch: int, context: int, device: torch.de
     k, v = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
     q = torch.randn(batch, args.heads, 1, args.head_dim, device=device).bfloat16()
     times = {name: timed(call, device) for name, call in sdpa_calls(q, k, v).items()}
+    if not times:
+        raise RuntimeError("no SDPA runs on this shape")
     fastest = min(times, key=lambda name: times[name])
     got = sdpa_calls(q, k, v)[fastest]()
     rows = [Row(batch, context, f"BF16, {fastest}", *times[fastest], 4 * k.numel(), relative_error(got, q, k, v))]

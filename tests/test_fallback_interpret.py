@@ -150,8 +150,9 @@ def test_slices_of_a_wider_buffer() -> None:
         {"num_queries": 20, "new": True, "dtype": torch.bfloat16, "head_dim": 128},
         {"k_format": "fp8", "ring": 20, "dtype": torch.bfloat16, "head_dim": 128},
         {"head_dim": 256, "dtype": torch.bfloat16, "k_rotation": 64},
+        {**calls.equalized(), "page_size": 16, "starts": (7, 3), "v_bias": BIAS},
     ],
-    ids=["decode", "D 512", "everything", "prefill", "k8v4", "D 256"],
+    ids=["decode", "D 512", "everything", "prefill", "k8v4", "D 256", "shifted keys in pages"],
 )
 def test_compiles(options: dict[str, Any], capability: int) -> None:
     from torch_fp4kv.ops.kernels import fallback

@@ -528,8 +528,8 @@ def attention_kernel(
             slot = token.to(tl.int64)
             page = b + tl.zeros([N], tl.int64)
             if block_table is not None:
-                at = block_table + b * block_table_0 + position // page_size
-                page = tl.load(at, mask=valid, other=0).to(tl.int64)
+                entry = block_table + b * block_table_0 + position // page_size
+                page = tl.load(entry, mask=valid, other=0).to(tl.int64)
         rows = _rows(k_data, page, slot, head, k_0, k_1, k_2, N, WHOLE)
         scale_rows = _rows(k_scales, page, slot, head, k_scales_0, k_scales_1, K_SCALES_2, N, WHOLE)
         k = _stored_tile(rows, scale_rows, K_SCALES_2, token, valid, D, BLOCK_D, K_FORMAT, False, K_TYPE, E4M3, FAST)

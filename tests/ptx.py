@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from typing import Any
 from unittest import mock
 
@@ -39,7 +40,8 @@ TYPES: dict[str, Any] = {
 }
 COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "eq": np.equal,
-    "ne": np.not_equal,
+    # Without the u, false where one is NaN.
+    "ne": lambda a, b: (a != b) & (a == a) & (b == b),
     "neu": np.not_equal,
     "lt": np.less,
     "le": np.less_equal,
@@ -253,8 +255,11 @@ class Program:
         compute = COMPUTE[parts[0]]
         kinds = [p for p in parts[1:] if p in TYPES or p in ("bf16", "bf16x2", "f16x2", "e4m3x2", "f32x2")]
 
+        rounds = kinds[-1:] == ["bf16"] and parts[0] != "cvt"
+
         def run(b: Block) -> None:
-            _set(b, operands[0], compute(b, parts, kinds, operands[1:]))
+            value = compute(b, parts, kinds, operands[1:])
+            _set(b, operands[0], _bf16(value) if rounds and value.dtype == np.float32 else value)
 
         return run
 
@@ -278,6 +283,8 @@ def _get(b: Block, operand: Any, kind: str) -> Array:
         wide = np.uint32 if kind.endswith("32") else np.uint64
         shift = 16 if wide is np.uint32 else 32
         return (parts[0].astype(wide) | (parts[1].astype(wide) << wide(shift))).view(TYPES[kind])
+    if kind == "bf16":
+        return _from_bf16(_get(b, operand, "b16"))
     dtype = np.dtype(TYPES[kind])
     if isinstance(operand, int):
         bits = operand & ((1 << 8 * dtype.itemsize) - 1)
@@ -452,8 +459,8 @@ def _select(b: Block, parts: list[str], kinds: list[str], operands: list[Any]) -
 
 def _minmax(function: Callable[..., Array]) -> Callable[..., Array]:
     def compute(b: Block, parts: list[str], kinds: list[str], operands: list[Any]) -> Array:
-        x, y = (_get(b, o, kinds[-1]) for o in operands)
-        result = (np.fmax if function is np.maximum else np.fmin)(x, y) if kinds[-1] == "f32" else function(x, y)
+        choose = (np.fmax if function is np.maximum else np.fmin) if kinds[-1] == "f32" else function
+        result = reduce(choose, (_get(b, o, kinds[-1]) for o in operands))
         return np.maximum(result, 0) if "relu" in parts else result
 
     return compute
@@ -674,6 +681,15 @@ SPECIAL: dict[str, Callable[[Block, str, list[Any]], None]] = {
 }
 
 
+def _runtime(kind: Any, value: Any) -> Iterator[Any]:
+    """Of an argument, which may be a tuple, what the compiled kernel takes."""
+    if isinstance(kind, tuple):
+        for part in zip(kind, value, strict=True):
+            yield from _runtime(*part)
+    elif kind != "constexpr":
+        yield value
+
+
 @contextlib.contextmanager
 def launches(capability: int = 90, eager: bool = False) -> Iterator[list[str]]:
     """Within it, Triton launches run here, compiled for sm_`capability`; yields the names of the kernels that ran."""
@@ -689,11 +705,11 @@ def launches(capability: int = 90, eager: bool = False) -> Iterator[list[str]]:
             names.append(self.fn.__name__)
             given = dict(zip(self.arg_names, args)) | kwargs
             memory = Memory()
-            values: list[Any] = []
-            for name, kind in kernel.src.signature.items():
-                if kind != "constexpr":
-                    value = given[name]
-                    values.append(memory.place(value) if isinstance(value, Tensor) else value)
+            values = [
+                memory.place(value) if isinstance(value, Tensor) else value
+                for name, kind in kernel.src.signature.items()
+                for value in _runtime(kind, given[name])
+            ]
             key = id(kernel)
             if key not in programs:
                 programs[key] = Program(kernel.asm["ptx"], 32 * kernel.metadata.num_warps, kernel.metadata.shared)

@@ -159,6 +159,18 @@ def test_two_sizes_compile_once() -> None:
     assert counter.frame_count == 1
 
 
+def test_scales_that_are_numbers_compile() -> None:
+    torch._dynamo.reset()
+    function = torch.compile(torch_fp4kv.quantize, fullgraph=True)
+    x = normal(2, 5, 32)
+    for scale in (0.1, 0.02, 3.0):
+        for got, expected in zip(function(x, scale), torch_fp4kv.quantize(x, scale)):
+            assert torch.equal(got, expected)
+    for scale in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(Exception, match="positive and finite"):
+            function(x, scale)
+
+
 @pytest.mark.parametrize("scale_shape", [(3,), (2, 3, 5)], ids=["per head", "per row"])
 def test_sizes_that_are_symbols_match_those_of_scale_and_bias(scale_shape: tuple[int, ...]) -> None:
     torch._dynamo.reset()

@@ -141,7 +141,7 @@ def scale_shape(scale: Tensor, shapes: tuple[tuple[int, ...], ...], name: str) -
 
 
 def _scale_value(value: float, name: str) -> None:
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value < math.inf:  # Dynamo traces this for a symbolic float, and no `isfinite`
         raise ValueError(f"{name} must be positive and finite, got {value}")
     if not GLOBAL_SCALE_MIN <= value <= GLOBAL_SCALE_MAX:
         raise ValueError(f"{name} must lie in [2^-100, 2^100], got {value}")

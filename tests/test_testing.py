@@ -86,6 +86,23 @@ def test_another_recipe_is_not_golden(model, record):
         assert_golden(record, model)
 
 
+def test_a_nan_on_record_agrees_with_nothing(model, record):
+    content = json.loads(record.read_text())
+    content["prompts"][1]["log_probabilities"][3] = float("nan")
+    record.write_text(json.dumps(content))
+    with pytest.raises(AssertionError, match="prompt 1, new token 3"):
+        assert_golden(record, model)
+
+
+@pytest.mark.parametrize("change", [{"new": [], "log_probabilities": []}, {"log_probabilities": [0.0]}])
+def test_a_record_without_tokens_is_none(model, record, change):
+    content = json.loads(record.read_text())
+    for prompts in ([], [content["prompts"][0] | change]):
+        record.write_text(json.dumps(content | {"prompts": prompts}))
+        with pytest.raises(ValueError, match="no record of golden prompts"):
+            assert_golden(record, model)
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"recipe": {}, "prompts": []}'])
 def test_what_is_no_record_is_refused(model, tmp_path, text):
     path = tmp_path / "golden.json"

@@ -78,12 +78,16 @@ def assert_golden(path: str | Path, model: Any, *, tolerance: float = 0.05) -> N
         recipe, records = Recipe.from_json(json.dumps(content["recipe"])), content["prompts"]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no record of golden prompts: {error!r}") from error
+    if not records or any(not r["new"] or len(r["new"]) != len(r["log_probabilities"]) for r in records):
+        raise ValueError(f"{path} is no record of golden prompts: it has no tokens, or some without log-probability")
     worst = (0.0, "")
     for number, record in enumerate(records):
         text = torch.tensor([record["prompt"] + record["new"]], device=model.device)
         scores = _scores(model, text, len(record["prompt"]), recipe)
         for index, (want, have) in enumerate(zip(record["log_probabilities"], scores, strict=True)):
-            difference = abs(want - have) if have == have else float("inf")
+            difference = abs(want - have)
+            # A NaN, now or on record, agrees with nothing.
+            difference = difference if difference == difference else float("inf")
             if difference > worst[0]:
                 worst = (
                     difference,

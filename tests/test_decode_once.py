@@ -12,8 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from hf_models import llama, prompt
-from transformers import MistralConfig, MistralForCausalLM
+from hf_models import llama, mistral, prompt
 
 from torch_fp4kv import NVFP4Cache, PagedNVFP4Cache
 
@@ -31,19 +30,7 @@ def full(device: str) -> Any:
 
 def sliding(device: str) -> Any:
     """Its storage is a ring of 64 tokens, which goes round eight times."""
-    torch.manual_seed(0)
-    config = MistralConfig(
-        hidden_size=256,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        max_position_embeddings=1024,
-        initializer_range=0.15,
-        sliding_window=48,
-    )
-    return MistralForCausalLM(config).eval().to(device)
+    return mistral(48, num_hidden_layers=1).to(device)
 
 
 def static_steps(model: Any, step: Any, ids: Tensor) -> Iterator[Tensor]:

@@ -10,24 +10,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from hf_models import llama, prompt
-from transformers import MistralConfig, MistralForCausalLM
+from hf_models import llama, mistral, prompt
 
-from torch_fp4kv import NVFP4Cache
+from torch_fp4kv import NVFP4Cache, PagedNVFP4Cache
 
 
 def sliding() -> Any:
-    torch.manual_seed(0)
-    config = MistralConfig(
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        sliding_window=24,
-    )
-    return MistralForCausalLM(config).eval()
+    return mistral(24)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "fp4kv"])
@@ -97,3 +86,23 @@ def test_the_tag_tells_of_every_change() -> None:
             for i in range(3):
                 ids = prompt(tokens=1, seed=i)[:rows]
                 torch.testing.assert_close(compiled(ids, cache), step(ids, eager))
+
+
+def test_steps_of_a_pool_are_compiled_once() -> None:
+    """Of any rows, over the end of a page."""
+    model = llama(num_hidden_layers=1)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    pools = [PagedNVFP4Cache(model.config, 24, max_rows=3, max_cache_len=64, page_size=16) for _ in range(2)]
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for pool in pools:
+            for row in range(2):
+                model(prompt(1, 13 + row), past_key_values=pool.row(pool.admit()))
+        for i, rows in enumerate(([0, 1], [0, 1], [1], [0, 1], [0], [1, 0])):
+            ids = prompt(3, 1, seed=i)
+            got, want = (
+                step(ids, position_ids=pool.step(rows), past_key_values=pool.batch).logits[rows]
+                for step, pool in ((compiled, pools[0]), (model, pools[1]))
+            )
+            torch.testing.assert_close(got, want)
+    assert [pools[0].length(row) for row in range(2)] == [pools[1].length(row) for row in range(2)] == [18, 19]

@@ -127,10 +127,11 @@ class PagedNVFP4Cache:
         max_pages, device = -(-max_cache_len // page_size), self.layers[0].k_data.device
         self._positions = {ring: PagedPositions(max_rows, max_pages, page_size, ring, device) for ring in rings}
         self._pages = Pages(num_pages)
+        # Without the token of the last `step`, which compiled code stores: it cannot count without being compiled anew.
         self._lengths: dict[int, int] = {}
         self._capacity = max_cache_len
-        # Rows whose next token `step` made room for: `stepped` until the model's first layer stores it, and lengths
-        # count it; `storing` from then until the last one has.
+        # Rows whose next token `step` made room for: `stepped` until the model's first layer stores it, `storing` from
+        # then until the last one has.
         self._stepping: list[int] = []
         self._stepped = self._storing = False
         # Rows that a prefill, or another change, did not leave whole.
@@ -159,7 +160,7 @@ class PagedNVFP4Cache:
     def length(self, row: int) -> int:
         """Tokens of sequence `row`, that of `step` counted in."""
         self._check_row(row)
-        return self._lengths[row] + (self._stepped and row in self._stepping)
+        return self._lengths[row] + (row in self._stepping)
 
     def nbytes(self) -> int:
         """Bytes of all layers' state."""
@@ -205,7 +206,7 @@ class PagedNVFP4Cache:
         """
         self.check_whole(row)
         new = self.admit()
-        length = self._lengths[row]
+        length = self._stored(row)
         with self.changing([new]):
             for positions in self._positions.values():
                 for _, tensor in positions.tensors():
@@ -249,8 +250,9 @@ class PagedNVFP4Cache:
                 raise ValueError(f"row {row} has no prompt yet: prefill it with pool.row({row}) first")
         if self._storing:
             self._unfinished.update(self._stepping)
-        self._stepped = self._storing = False
-        self._stepping = []
+        lengths = {row: self._stored(row) for row in self._pages.held}
+        # In one statement, so that an interrupt leaves no token that counts twice.
+        self._lengths, self._stepping, self._stepped, self._storing = lengths, [], False, False
         self.reserve(dict.fromkeys(rows, 1))
         active = torch.zeros(self.max_rows, dtype=torch.int32)
         active[list(rows)] = 1
@@ -267,7 +269,7 @@ class PagedNVFP4Cache:
         wanted: dict[int, tuple[int, bool]] = {}
         for row, count in tokens.items():
             self.check_whole(row)
-            length, pages = self._lengths[row], self._pages.held[row]
+            length, pages = self._stored(row), self._pages.held[row]
             if length + count > self._capacity:
                 raise ValueError(f"row {row}: {count} tokens after {length} exceed max_cache_len={self._capacity}")
             shared = bool(length % self.page_size) and self._pages.is_shared(row, length // self.page_size)
@@ -328,7 +330,7 @@ class PagedNVFP4Cache:
 
     def _own_last_page(self, row: int) -> None:
         """Copies the partly filled last page of `row` if another sequence shares it."""
-        length = self._lengths[row]
+        length = self._stored(row)
         if length % self.page_size == 0:
             return
         index = length // self.page_size
@@ -340,6 +342,10 @@ class PagedNVFP4Cache:
             for data in (layer.k_data, layer.k_scales, layer.v_data, layer.v_scales):
                 if data is not None:
                     data[new] = data[old]
+
+    def _stored(self, row: int) -> int:
+        """Tokens of `row` that the model's first layer has stored."""
+        return self._lengths[row] + (row in self._stepping and not self._stepped)
 
     def _check_row(self, row: int) -> None:
         if row not in self._pages.held:
@@ -419,8 +425,6 @@ class _PagedLayer(CacheLayerMixin):
                 # In this order, so that an interrupt leaves rows that say so.
                 pool._storing = True
                 pool._stepped = False
-                for row in pool._stepping:
-                    pool._lengths[row] += 1
             if self.leads:
                 self.positions.advance(num_new)
         update = storage.write(key_states, value_states, self.positions)

@@ -26,9 +26,11 @@ def test_means_and_scales(shape: tuple[int, ...]) -> None:
         kernels.set_channel_means(mean, x, first)
         got = scales(x, first, by_kernels, "fp8", "nvfp4", bias=bias, rotation=rotation)
         alone = scales(x, first, by_kernels, "nvfp4")
+        alone_with_bias = scales(x, first, by_kernels, "nvfp4", bias=bias)
     statistics.set_channel_means(want, x, first)
     torch.testing.assert_close(mean, want, rtol=1e-5, atol=1e-6)
     assert torch.equal(
         torch.stack(got), torch.stack(scales(x, first, set_global_scales, "fp8", "nvfp4", bias=bias, rotation=rotation))
     )
     assert torch.equal(alone[0], scales(x, first, set_global_scales, "nvfp4")[0])
+    assert torch.equal(alone_with_bias[0], scales(x, first, set_global_scales, "nvfp4", bias=bias)[0])

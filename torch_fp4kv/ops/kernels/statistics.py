@@ -91,7 +91,7 @@ def _sizes(
     program, tokens_of, first, parts, stride, heads, length, S: tl.constexpr, ROTATION: tl.constexpr, N: tl.constexpr
 ):
     """Sizes of N blocks of a head of a row, which follow each other: see `sizes_kernel`."""
-    x, x_strides, bias = tokens_of
+    x, bias, stride_b, stride_h, stride_t, stride_d = tokens_of
     tiles = tl.cdiv(length * S, N)
     tile = program % tiles
     row = (program // tiles).to(tl.int64)
@@ -100,10 +100,10 @@ def _sizes(
     token = block // S
     inside = token < length
     channel = (block % S * 16)[:, None] + tl.arange(0, 8)[None, :]
-    source = x + b * x_strides[0] + head * x_strides[1] + channel * x_strides[3]
-    source += token.to(tl.int64)[:, None] * x_strides[2]
+    source = x + b * stride_b + head * stride_h + channel * stride_d
+    source += token.to(tl.int64)[:, None] * stride_t
     lo = tl.load(source, mask=inside[:, None], other=0.0).to(tl.float32)
-    hi = tl.load(source + 8 * x_strides[3], mask=inside[:, None], other=0.0).to(tl.float32)
+    hi = tl.load(source + 8 * stride_d, mask=inside[:, None], other=0.0).to(tl.float32)
     if bias is not None:
         at = bias + head * (S * 16) + channel
         lo -= tl.load(at)
@@ -233,8 +233,8 @@ def set_global_scales(first: Tensor, stored: Sequence[Stored], steps: Sequence[f
     with nvfp4.on_device(k.x):
         if num_parts:
             sizes_kernel[(heads * num_parts,)](
-                (k.x, k.x.stride(), k.bias),
-                (v.x, v.x.stride(), v.bias),
+                (k.x, k.bias, *k.x.stride()),
+                (v.x, v.bias, *v.x.stride()),
                 first,
                 parts,
                 heads,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import torch_fp4kv as fp4
 from torch_fp4kv import lowering
+from torch_fp4kv.lowering.sdpa_pass import SdpaPass
 from torch_fp4kv.ops import torch_attention
 
 BATCH, KV_HEADS, GROUP, TOKENS, DIM = 2, 2, 4, 40, 32
@@ -116,12 +117,14 @@ REWRITTEN: dict[str, tuple[Callable[[Case], Tensor], dict[str, Any]]] = {
 }
 
 
-def compile_case(function: Callable[[Case], Any], case: Case) -> tuple[Any, dict[str, int]]:
+def compile_case(
+    function: Callable[[Case], Any], case: Case, backend: Any = fp4.compile.backend
+) -> tuple[Any, dict[str, int]]:
     """The compiled result, and what the pass reports for it."""
     torch._dynamo.reset()
     before = lowering.report()["sdpa"]
     with torch._inductor.config.patch(force_disable_caches=True):
-        out = torch.compile(function, backend=fp4.compile.backend, fullgraph=True)(case)
+        out = torch.compile(function, backend=backend, fullgraph=True)(case)
     after = lowering.report()["sdpa"]
     return out, {
         outcome: count - before.get(outcome, 0) for outcome, count in after.items() if count != before.get(outcome, 0)
@@ -138,6 +141,91 @@ def test_rewritten(name: str) -> None:
     assert out.dtype == expected.dtype
     tolerance = 1e-5 if case.q.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+def written_out(c: Case, mask: Callable[[Tensor], Tensor] = lambda s: s) -> Tensor:
+    return mask(c.q @ repeat_kv(c.k()).mT / math.sqrt(DIM)).softmax(-1) @ repeat_kv(c.v())
+
+
+def some_see_nothing(c: Case) -> Tensor:
+    visible = c.visible.clone()
+    visible[:, :, 1] = False
+    return visible
+
+
+def _all_keywords(c: Case) -> Tensor:
+    k = torch.reshape(input=c.k()[:, :, None].expand(-1, -1, GROUP, -1, -1), shape=(BATCH, HEADS, TOKENS, DIM))
+    scores = torch.matmul(input=c.q, other=torch.transpose(input=k, dim0=-1, dim1=-2)) * 0.2
+    weights = F.softmax(input=scores, dim=-1)
+    return torch.matmul(input=weights, other=torch.clone(input=repeat_kv(c.v())))
+
+
+def _query_written_before_its_use(c: Case) -> Tensor:
+    k, v = c.k(), c.v()
+    q = c.q.clone()
+    q.mul_(3)
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+# In these the compiler runs the graph that the pass leaves as it stands, which is quick.
+ALSO_REWRITTEN: dict[str, tuple[Callable[[Case], Tensor], dict[str, Any]]] = {
+    "all keyword, written out": (_all_keywords, {}),
+    "transpose and matmul by keyword": (
+        lambda c: torch.matmul((c.q @ repeat_kv(c.k()).permute(dims=(0, 1, 3, 2))).softmax(-1), other=repeat_kv(c.v())),
+        {},
+    ),
+    "other matmuls by keyword": (lambda c: gqa(c) + torch.matmul(input=c.q, other=c.q.mT).sum(), {}),
+    "multi-query written out": (lambda c: ((c.q * 0.2) @ c.k().mT).softmax(-1) @ c.v(), {"kv_heads": 1}),
+    "K is V": (lambda c: (lambda k: sdpa(c, k, k, enable_gqa=True))(c.k()), {}),
+    "negative scale": (lambda c: gqa(c, scale=-0.5), {}),
+    "scale 0": (lambda c: gqa(c, scale=0.0), {}),
+    "autocast": (lambda c: torch.autocast("cpu", torch.bfloat16)(gqa)(c), {}),
+    "no_grad within": (lambda c: torch.no_grad()(gqa)(c), {}),
+    "some see nothing, bool": (lambda c: gqa(c, attn_mask=some_see_nothing(c)), {"queries": 3}),
+    "some see nothing, lowest": (
+        lambda c: gqa(c, attn_mask=torch.where(some_see_nothing(c), 0.0, torch.finfo(torch.float32).min)),
+        {"queries": 3},
+    ),
+    "some see nothing, masked_fill": (
+        lambda c: written_out(c, lambda s: s.masked_fill(~some_see_nothing(c), torch.finfo(s.dtype).min)),
+        {"queries": 3, "dtype": torch.bfloat16},
+    ),
+    "some see nothing, where": (
+        lambda c: written_out(c, lambda s: torch.where(some_see_nothing(c), s, -1e4)),
+        {"queries": 3},
+    ),
+    "q written before its use": (_query_written_before_its_use, {}),
+}
+
+
+def run_pass(function: Callable[[Case], Any], case: Case) -> tuple[Any, dict[str, int]]:
+    """As `compile_case`, but what the pass leaves is run as it stands."""
+
+    def backend(module: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
+        SdpaPass()(module.graph)
+        module.graph.lint()
+        module.recompile()
+        return module.forward
+
+    return compile_case(function, case, backend)
+
+
+@pytest.mark.parametrize("name", ALSO_REWRITTEN)
+def test_also_rewritten(name: str) -> None:
+    function, options = ALSO_REWRITTEN[name]
+    case = Case(**options)
+    out, report = run_pass(function, case)
+    assert report == {"rewritten": 1}
+    tolerance = 1e-5 if case.q.dtype == torch.float32 and name != "autocast" else 2e-2
+    torch.testing.assert_close(out, function(case), rtol=tolerance, atol=tolerance)
+
+
+def test_no_visible_key_gives_0_where_eager_gives_nan() -> None:
+    """As `scaled_dot_product_attention` does with a mask."""
+    case = Case(queries=3)
+    out, report = run_pass(lambda c: written_out(c, lambda s: s.masked_fill(~some_see_nothing(c), -math.inf)), case)
+    assert report == {"rewritten": 1}
+    torch.testing.assert_close(out, gqa(case, attn_mask=some_see_nothing(case)), rtol=1e-5, atol=1e-5)
 
 
 def _append_between(c: Case) -> Tensor:
@@ -212,6 +300,140 @@ def test_left_as_it_is(name: str) -> None:
         torch.testing.assert_close(out, function(eager_case), rtol=1e-5, atol=1e-5)
 
 
+def _local_words_zeroed(c: Case) -> Tensor:
+    words = c.k_words.clone()
+    k = fp4.dequantize(words, c.k_scales, c.scale)
+    words.zero_()
+    return sdpa(c, k, c.v(), enable_gqa=True)
+
+
+def _lists_zeroed(c: Case) -> Tensor:
+    k, v = c.k(), c.v()
+    torch._foreach_zero_([c.k_words, c.v_words])
+    return sdpa(c, k, v, enable_gqa=True)
+
+
+def _scale_multiplied(c: Case) -> Tensor:
+    k, v = c.k(), c.v()
+    c.scale.__imul__(3.0)
+    return sdpa(c, k, v, enable_gqa=True)
+
+
+def _query_zeroed(c: Case) -> Tensor:
+    q = c.q.clone()
+    scores = q @ repeat_kv(c.k()).mT
+    q[:, :, :].zero_()
+    return scores.softmax(-1) @ repeat_kv(c.v())
+
+
+def _mask_zeroed(c: Case) -> Tensor:
+    mask = c.added.clone()
+    weights = (c.q @ repeat_kv(c.k()).mT + mask).softmax(-1)
+    mask.zero_()
+    return weights @ repeat_kv(c.v())
+
+
+@torch.compiler.allow_in_graph
+def clone(x: Tensor) -> Tensor:
+    """Not torch's."""
+    return x * 2
+
+
+@torch.compiler.allow_in_graph
+def _zeroes(x: Tensor) -> Tensor:
+    return x.zero_().sum()
+
+
+def _unknown_function_between(c: Case) -> Tensor:
+    k, v = c.k(), c.v()
+    _zeroes(c.k_words)
+    return sdpa(c, k, v, enable_gqa=True)
+
+
+def _heads_swapped(x: Tensor) -> Tensor:
+    return x[:, [1, 0], None].expand(-1, -1, GROUP, -1, -1).reshape(BATCH, HEADS, TOKENS, DIM)
+
+
+def _unevenly_repeated(x: Tensor) -> Tensor:
+    return x.repeat_interleave(torch.tensor([1, HEADS - 1]), 1, output_size=HEADS)
+
+
+def _out_given(c: Case) -> Tensor:
+    out = torch.zeros(BATCH, HEADS, 1, DIM)
+    torch.matmul((c.q @ repeat_kv(c.k()).mT).softmax(-1), repeat_kv(c.v()), out=out)
+    return out
+
+
+ALSO_LEFT: dict[str, tuple[Callable[[Case], Any], dict[str, Any], str]] = {
+    "storage made in the graph and written": (_local_words_zeroed, {}, "an in-place write"),
+    "written in lists": (_lists_zeroed, {}, "an in-place write"),
+    "written by a special method": (_scale_multiplied, {}, "an in-place write"),
+    "q written after the scores": (_query_zeroed, {}, "an in-place write"),
+    "mask written after the scores": (_mask_zeroed, {}, "an in-place write"),
+    "written by who knows whom": (_unknown_function_between, {}, "a function that is not PyTorch's"),
+    "function named like torch's": (lambda c: sdpa(c, clone(c.k()), c.v(), enable_gqa=True), {}, "'clone'"),
+    "heads swapped": (lambda c: sdpa(c, _heads_swapped(c.k()), _heads_swapped(c.v())), {}, "'reshape'"),
+    "repeated unevenly": (
+        lambda c: sdpa(c, _unevenly_repeated(c.k()), _unevenly_repeated(c.v())),
+        {},
+        "'repeat_interleave'",
+    ),
+    "K as int8": (lambda c: sdpa(c, c.k().to(torch.int8).float(), c.v(), enable_gqa=True), {}, "'float'"),
+    "K as float8": (
+        lambda c: sdpa(c, c.k().to(torch.float8_e5m2).float(), c.v(), enable_gqa=True),
+        {},
+        "'float'",
+    ),
+    "scores as integers": (lambda c: written_out(c, lambda s: s.to(torch.int32).float()), {}, ""),
+    "weights as float8": (
+        lambda c: (c.q @ repeat_kv(c.k()).mT).softmax(-1).to(torch.float8_e4m3fn).float() @ repeat_kv(c.v()),
+        {},
+        "",
+    ),
+    "bool mask added": (lambda c: written_out(c, lambda s: s + c.visible), {}, "a bool mask is added"),
+    "hidden by NaN": (lambda c: written_out(c, lambda s: s.masked_fill(~c.visible, math.nan)), {}, "large negative"),
+    "divided by 0": (lambda c: written_out(c, lambda s: s / 0.0), {}, "other than a constant"),
+    "infinite scale": (lambda c: gqa(c, scale=math.inf), {}, "not finite"),
+    "mask of more queries": (
+        lambda c: written_out(c, lambda s: s + torch.arange(4.0)[:, None] * torch.arange(float(TOKENS))),
+        {},
+        "broadcast",
+    ),
+    "one query head": (lambda c: (c.q[:, :1] @ c.k().mT).softmax(-1) @ c.v(), {}, "broadcast"),
+    "scales strided": (
+        lambda c: sdpa(c, fp4.dequantize(c.k_words, c.k_scales.mT.contiguous().mT, c.scale), c.v(), enable_gqa=True),
+        {},
+        "not contiguous",
+    ),
+    "out given": (_out_given, {}, ""),
+}
+
+
+@pytest.mark.parametrize("name", ALSO_LEFT)
+def test_also_left_as_it_is(name: str) -> None:
+    function, options, reason = ALSO_LEFT[name]
+    case = Case(**options)
+    expected = function(copy.deepcopy(case))
+    out, report = run_pass(function, case)
+    assert "rewritten" not in report and reason in "".join(report), report
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_an_op_of_the_same_name_is_not_torchs() -> None:
+    with torch.library._scoped_library("fp4kv_test", "FRAGMENT") as library:
+        library.define("softmax(Tensor x, int dim) -> Tensor")
+        library.impl("softmax", lambda x, dim: x.relu(), "CompositeExplicitAutograd")
+        torch.library.register_fake("fp4kv_test::softmax", lambda x, dim: torch.empty_like(x), lib=library)
+
+        def function(c: Case) -> Tensor:
+            return torch.ops.fp4kv_test.softmax(c.q @ repeat_kv(c.k()).mT, -1) @ repeat_kv(c.v())
+
+        case = Case()
+        out, report = run_pass(function, case)
+        assert report == {}
+        torch.testing.assert_close(out, function(case), rtol=1e-5, atol=1e-5)
+
+
 def test_gradients_are_left_alone() -> None:
     case = Case()
     case.q.requires_grad_()
@@ -219,6 +441,15 @@ def test_gradients_are_left_alone() -> None:
     assert list(report) == ["gradients are recorded"]
     out.sum().backward()
     assert case.q.grad is not None
+
+
+def test_a_mask_that_gets_gradients_is_left_alone() -> None:
+    case = Case(queries=3)
+    case.added = torch.zeros_like(case.added).requires_grad_()
+    out, report = run_pass(lambda c: gqa(c, attn_mask=c.added), case)
+    assert list(report) == ["gradients are recorded"]
+    out.square().sum().backward()
+    assert case.added.grad is not None and bool(case.added.grad.any())
 
 
 def test_other_attention_is_not_touched() -> None:

@@ -6,12 +6,16 @@ written in place). Shapes: B batch, Hq query heads, H KV heads, L queries, S key
 
 from __future__ import annotations
 
+import builtins
+import math
 import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
+
+from ..ops import checks
 
 
 class Refused(Exception):
@@ -46,6 +50,8 @@ class Attention:
     mask: Node | None = None
     mask_hides: bool = False
     """The mask is True where a key is hidden (`masked_fill`), not where it is visible."""
+    mask_fills: bool = False
+    """A hidden key has a finite score, so that a query that sees no key gets the mean of all V, and not 0."""
     causal: bool = False
     scale: float | None = None
     chain: tuple[Node, ...] = field(default=())
@@ -53,19 +59,24 @@ class Attention:
 
 
 def name_of(node: Any) -> str:
-    """Name of the function or method that `node` calls; "" for anything else."""
+    """Name of the tensor's method, or the function of PyTorch or of Python's operators, that `node` calls; else ""."""
     if not isinstance(node, Node):
         return ""
     if node.op == "call_method":
         return str(node.target)
-    if node.op == "call_function":
-        return str(getattr(node.target, "__name__", ""))
-    return ""
+    name = getattr(node.target, "__name__", "")
+    known = (torch, torch.nn.functional, operator, builtins)
+    return name if any(getattr(module, name, None) is node.target for module in known) else ""
 
 
 def bind(node: Node, *names: str) -> dict[str, Any]:
     """Arguments of `node` by name, the positional ones in the order of `names`."""
     return {**dict(zip(names, node.args)), **node.kwargs}
+
+
+def operand(node: Any) -> Any:
+    """The tensor whose method `node` calls, or the first argument of a function."""
+    return node.args[0] if node.args else node.kwargs.get("input")
 
 
 def value_of(node: Any) -> torch.Tensor:
@@ -96,20 +107,20 @@ def find_stored(node: Any) -> Stored | None:
     while name_of(node) and not is_dequantize(node):
         chain.append(node)
         name = name_of(node)
-        if name in ("to", "float", "half", "bfloat16", "contiguous", "clone"):
-            node = node.args[0]
+        if name in ("contiguous", "clone") or is_cast(node):
+            node = operand(node)
         elif name == "repeat_interleave":
             arguments = bind(node, "input", "repeats", "dim")
-            if arguments.get("dim") not in (1, -3):
+            if arguments.get("dim") not in (1, -3) or _is_tensor(arguments["repeats"]):
                 break
             node = arguments["input"]
-        elif name in ("reshape", "view", "flatten") and name_of(node.args[0]) == "expand":
-            expand: Any = node.args[0]
+        elif name in ("reshape", "view", "flatten") and name_of(operand(node)) == "expand":
+            expand = operand(node)
             inserted = expand.args[0]
             if not _is_repeat_kv(inserted, expand, node):
                 break
             chain += [expand, inserted]
-            node = inserted.args[0]
+            node = operand(inserted)
         elif name == "expand" and _is_multi_query(node):
             node = node.args[0]
         elif name == "getitem" and limit is None and _is_prefix(node.args[1]):
@@ -127,15 +138,35 @@ def _refuse_if_behind(node: Any) -> None:
     behind = node
     for _ in range(8):
         if is_dequantize(behind):
-            raise Refused(f"K or V goes through {name_of(node)!r} on the way from dequantize")
-        behind = behind.args[0] if isinstance(behind, Node) and behind.args else None
+            called = getattr(node.target, "__name__", node.target)
+            raise Refused(f"K or V goes through {called!r} on the way from dequantize")
+        behind = operand(behind) if isinstance(behind, Node) else None
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def is_cast(node: Any) -> bool:
+    """Whether `node` turns one of the floating dtypes that attention takes into another, on the same device."""
+    if name_of(node) not in ("to", "type_as", "float", "half", "bfloat16"):
+        return False
+    before, after = value_of(operand(node)), value_of(node)
+    return {before.dtype, after.dtype} <= set(checks.FLOATING) and before.device == after.device
 
 
 def _is_repeat_kv(inserted: Node, expand: Node, merged: Node) -> bool:
     """Whether `x[:, :, None].expand(B, H, n, S, D).reshape(B, H · n, S, D)` is what the three nodes do."""
-    if name_of(inserted) not in ("getitem", "unsqueeze"):
+    if name_of(inserted) == "getitem":
+        index: Any = inserted.args[1]
+        if any(part not in (None, Ellipsis, slice(None)) for part in (index if isinstance(index, tuple) else (index,))):
+            return False
+    elif name_of(inserted) != "unsqueeze":
         return False
-    batch, heads, tokens, dim = value_of(inserted.args[0]).shape
+    before = value_of(operand(inserted)).shape
+    if len(before) != 4:
+        return False
+    batch, heads, tokens, dim = before
     one, many, flat = value_of(inserted).shape, value_of(expand).shape, value_of(merged).shape
     if len(one) != 5 or len(many) != 5 or len(flat) != 4:
         return False
@@ -201,20 +232,23 @@ def match_sdpa(node: Node) -> Attention | None:
 
 
 def match_written_out(node: Node) -> Attention | None:
-    """The attention whose last step is the matmul `node`; None if it is another product."""
-    probabilities: Any = node.args[0]
+    """The attention whose last step is the matmul `node`; None if it is another product.
+
+    With scores of -inf throughout, its softmax gives NaN and ours 0, as SDPA's does.
+    """
+    probabilities, values = _factors(node)
     chain: list[Any] = []
     drops = False
-    while name_of(probabilities) in ("to", "float", "half", "bfloat16", "type_as", "dropout"):
+    while name_of(probabilities) == "dropout" or is_cast(probabilities):
         chain.append(probabilities)
         if name_of(probabilities) == "dropout":
             dropout = bind(probabilities, "input", "p", "training")
             drops = drops or (dropout.get("training", True) and dropout.get("p", 0.5) != 0.0)
-        probabilities = bind(probabilities, "input").get("input")
+        probabilities = operand(probabilities)
     if name_of(probabilities) != "softmax":
         return None
     softmax = bind(probabilities, "input", "dim")
-    v = find_stored(node.args[1])
+    v = find_stored(values)
     scores = _scores(softmax["input"], v) if v is not None else None
     if scores is None:
         return None
@@ -225,22 +259,30 @@ def match_written_out(node: Node) -> Attention | None:
     return replace(scores, result=node, chain=(*chain, probabilities, *scores.chain))
 
 
-_SCORE_STEPS = ("matmul", "mul", "truediv", "div", "add", "masked_fill", "where")
+def _factors(node: Node) -> tuple[Any, Any]:
+    """Both factors of a matmul; None for each if it is told more, as `out`."""
+    given = bind(node, "input", "other")
+    return (given["input"], given["other"]) if set(given) == {"input", "other"} else (None, None)
+
+
+_SCORE_STEPS = {"mul": 2, "truediv": 2, "div": 2, "add": 2, "masked_fill": 3, "where": 3}
+"""Arguments of each."""
 
 
 def _scores(node: Any, v: Stored) -> Attention | None:
     """`scale · q kᵀ + mask` traced back from `node`; None if it is something else."""
     name = name_of(node)
-    if name in ("float", "to"):
-        inner = _scores(node.args[0], v)
+    if is_cast(node):
+        inner = _scores(operand(node), v)
         return inner and _with(inner, node)
-    if name not in _SCORE_STEPS or node.kwargs or len(node.args) < 2:
-        return None
     if name == "matmul":
-        k = find_stored(_untransposed(node.args[1]))
+        q, transposed = _factors(node)
+        k = find_stored(_untransposed(transposed))
         if k is None:
             return None
-        return Attention(node, node.args[0], k, v, scale=1.0, chain=(node, node.args[1]))
+        return Attention(node, q, k, v, scale=1.0, chain=(node, transposed))
+    if node is None or len(getattr(node, "args", ())) != _SCORE_STEPS.get(name) or node.kwargs:
+        return None
     if name in ("mul", "truediv", "div"):
         first, second = node.args[:2]
         if name == "mul" and isinstance(first, int | float):
@@ -248,7 +290,7 @@ def _scores(node: Any, v: Stored) -> Attention | None:
         inner = _scores(first, v)
         if inner is None:
             return None
-        if not isinstance(second, int | float) or inner.mask is not None or inner.scale is None:
+        if not isinstance(second, int | float) or second == 0 or inner.mask is not None or inner.scale is None:
             raise Refused("scores are scaled by something other than a constant before the mask")
         scale = inner.scale * second if name == "mul" else inner.scale / second
         return _with(inner, node, scale=scale)
@@ -256,23 +298,28 @@ def _scores(node: Any, v: Stored) -> Attention | None:
         for first, second in (node.args[:2], node.args[1::-1]):
             inner = _scores(first, v)
             if inner is not None:
-                return _masked(inner, node, second, hides=False)
+                if _masked(inner, second).dtype == torch.bool:
+                    raise Refused("a bool mask is added to the scores")
+                return _with(inner, node, mask=second)
         return None
-    scores, mask, fill = node.args[:3] if name == "masked_fill" else (node.args[1], node.args[0], node.args[2])
+    scores, mask, fill = node.args if name == "masked_fill" else (node.args[1], node.args[0], node.args[2])
     inner = _scores(scores, v)
     if inner is None:
         return None
-    if not isinstance(fill, int | float) or fill > -1e4:
+    if not isinstance(fill, int | float) or not fill <= -1e4:
         raise Refused("hidden scores are filled with something other than a large negative constant")
-    return _masked(inner, node, mask, hides=name == "masked_fill")
+    if _masked(inner, mask).dtype != torch.bool:
+        raise Refused(f"the mask of {name} is not bool")
+    return _with(inner, node, mask=mask, mask_hides=name == "masked_fill", mask_fills=fill != -math.inf)
 
 
-def _masked(inner: Attention, node: Node, mask: Any, hides: bool) -> Attention:
+def _masked(inner: Attention, mask: Any) -> torch.Tensor:
+    """The fake tensor of the `mask` that `inner` gets."""
     if inner.mask is not None:
         raise Refused("two masks are applied")
-    if not isinstance(mask, Node):
+    if not _is_tensor(mask):
         raise Refused("the mask is not a tensor")
-    return _with(inner, node, mask=mask, mask_hides=hides)
+    return value_of(mask)
 
 
 def _with(inner: Attention, node: Node, **changes: Any) -> Attention:
@@ -283,13 +330,14 @@ def _untransposed(node: Any) -> Any:
     """x where `node` is `x` with its last two of four axes swapped."""
     name = name_of(node)
     if name in ("transpose", "swapaxes", "swapdims"):
-        first, second = node.args[1:3]
-        if {first % 4, second % 4} == {2, 3}:
-            return node.args[0]
+        axes = [*node.args[1:], *[value for key, value in node.kwargs.items() if key != "input"]]
+        if {axis % 4 for axis in axes} == {2, 3}:
+            return operand(node)
     if name == "permute":
-        order = node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:]
+        order = node.kwargs.get("dims", node.args[1:])
+        order = order[0] if isinstance(order[0], tuple | list) else order
         if [axis % 4 for axis in order] == [0, 1, 3, 2]:
-            return node.args[0]
+            return operand(node)
     if name == "mT" or (name == "getattr" and node.args[1] == "mT"):  # from torch 2.14 on, and before
         return node.args[0]
     return None
@@ -297,11 +345,13 @@ def _untransposed(node: Any) -> Any:
 
 def written(node: Node) -> list[Any]:
     """What `node` writes in place."""
-    if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
-        raise Refused("a nested module or region lies between dequantize and attention")
+    if node.op in ("placeholder", "get_attr", "output"):
+        return []
     target = node.target
-    name = name_of(node)
-    result = [node.kwargs["out"]] if node.kwargs.get("out") is not None else []
+    if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator) or _is_users(target):
+        raise Refused("a nested module, a region or a function that is not PyTorch's lies between")
+    out = node.kwargs.get("out")
+    result = [*out] if isinstance(out, tuple | list) else [out]
     if isinstance(target, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
         overloads: list[Any] = [target]
         if isinstance(target, torch._ops.OpOverloadPacket):
@@ -311,15 +361,29 @@ def written(node: Node) -> list[Any]:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
                     result.append(given)
-        return result
-    if getattr(target, "__module__", "") == "_operator":
-        in_place = target in _IN_PLACE_OPERATORS
-    else:
-        in_place = (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace") is True
-    if in_place:
-        result.append(node.args[0] if node.args else None)
-    return result
+    elif _is_in_place(node):
+        result.append(operand(node))
+    flat = [each for one in result for each in (one if isinstance(one, tuple | list) else [one])]
+    return [each for each in flat if each is not None]
 
+
+def _is_users(target: Any) -> bool:
+    """Whether `target` is a function that the user let into the graph, of which nobody knows what it writes."""
+    module = getattr(target, "__module__", None)
+    return callable(target) and module is not None and module.split(".")[0] not in _KNOWN_MODULES
+
+
+def _is_in_place(node: Node) -> bool:
+    target: Any = node.target
+    name = str(getattr(target, "__name__", target))
+    if node.op == "call_method":
+        target = getattr(operator, name, name)  # `x.__imul__(y)`
+    if getattr(target, "__module__", "") == "_operator":
+        return target in _IN_PLACE_OPERATORS
+    return (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace") is True
+
+
+_KNOWN_MODULES = ("torch", "_operator", "builtins", "math")
 
 _IN_PLACE_OPERATORS = {
     operator.setitem,

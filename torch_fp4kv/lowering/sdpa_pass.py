@@ -7,6 +7,7 @@ leaves, and `lowering.report()["sdpa"]` says why. Shapes: B batch, Hq query head
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
+from ..ops import checks
 from . import cache_key, registry
 from .sdpa_match import (
     Attention,
@@ -52,6 +54,9 @@ class SdpaPass(CustomGraphPass):
         return cache_key.source_digest()
 
 
+_OUTWEIGHED = -1e30
+"""Added to a score it gives itself, whatever the score was; times log2 e it is still finite."""
+
 _MATCHERS: dict[str, Callable[[Node], Attention | None]] = {
     "scaled_dot_product_attention": match_sdpa,
     "matmul": match_written_out,
@@ -61,16 +66,21 @@ _MATCHERS: dict[str, Callable[[Node], Attention | None]] = {
 def _check(attention: Attention, graph: Graph) -> None:
     """Raises Refused unless `fp4kv::attention` may take the place of `attention`."""
     k, v = attention.k, attention.v
-    q = value_of(attention.q)
-    if q.requires_grad and torch.is_grad_enabled():
+    q, out = value_of(attention.q), value_of(attention.result)
+    if torch.is_grad_enabled() and out.requires_grad:
         raise Refused("gradients are recorded")
+    if {q.dtype, out.dtype} - set(checks.FLOATING):
+        raise Refused(f"q is {q.dtype}")
     k_words, v_words = value_of(k.argument("words")), value_of(v.argument("words"))
     if q.ndim != 4 or k_words.ndim != 4 or v_words.ndim != 4:
         raise Refused("q, K and V are not all 4-dimensional")
     if not same((k_words.shape[0], q.shape[0]), *zip(k_words.shape[:3], v_words.shape[:3])):
         raise Refused("the storage of K and V is not one page for each row of q")
-    if not (k_words.is_contiguous() and v_words.is_contiguous()):
+    storage = [stored.argument(name) for stored in (k, v) for name in ("words", "scales")]
+    if not all(value_of(node).is_contiguous() for node in storage if node is not None):
         raise Refused("the storage is not contiguous")
+    if not same(*zip(out.shape[:3], q.shape[:3])):
+        raise Refused("q is broadcast to more rows, heads or queries")
     for stored in (k, v):
         scale = value_of(stored.argument("global_scale"))
         if scale.ndim > 1 or (scale.ndim == 1 and not same((scale.shape[0], k_words.shape[1]))):
@@ -84,6 +94,8 @@ def _check(attention: Attention, graph: Graph) -> None:
         raise Refused("K and V differ in length")
     if attention.causal and not same((q.shape[2] <= keys, True)):
         raise Refused("is_causal with more queries than keys")
+    if attention.scale is not None and not math.isfinite(attention.scale):
+        raise Refused("the scale is not finite")
     if attention.mask is not None:
         mask = value_of(attention.mask)
         if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -97,22 +109,24 @@ def _check(attention: Attention, graph: Graph) -> None:
 
 
 def _check_writes(attention: Attention, graph: Graph) -> None:
-    """Refuses if between dequantize and attention a graph input is written: the cache would be read after it."""
+    """Refuses if an operand is written in place after the user's code has read it: `result` would read it anew.
+
+    Graph inputs may share memory that their traced tensors don't show, so that a write to one may be to any.
+    """
+    chain = {attention.result, *attention.chain, *attention.k.chain, *attention.v.chain}
     inputs = {_storage(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
-    first = {attention.k.dequantize, attention.v.dequantize}
-    between = False
+    read: set[Any] = set()
     for node in graph.nodes:
         if node is attention.result:
             return
-        if between:
-            for target in written(node):
-                if _storage(target) in inputs:
-                    raise Refused("an in-place write lies between dequantize and attention")
-        between = between or node in first
+        if read and any(_storage(target) in {None, *read, *inputs} for target in written(node)):
+            raise Refused("an in-place write lies between dequantize and attention")
+        if node in chain:
+            read |= {_storage(operand) for operand in node.all_input_nodes if operand not in chain}
 
 
 def _storage(node: Any) -> Any:
-    """Identity of the memory behind `node`; None for what is no traced tensor, which is taken for an input's."""
+    """Identity of the memory behind `node`; None for what is no traced tensor."""
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
@@ -122,7 +136,10 @@ def _rewrite(attention: Attention, graph: Graph) -> None:
     out = value_of(result)
     with graph.inserting_before(result):
         mask = attention.mask
-        if mask is not None and attention.mask_hides:
+        if attention.mask_fills:
+            values = (_OUTWEIGHED, 0.0) if attention.mask_hides else (0.0, _OUTWEIGHED)
+            mask = graph.call_function(torch.where, (mask, *values))
+        elif attention.mask_hides:
             mask = graph.call_function(torch.logical_not, (mask,))
         new = graph.call_function(
             torch.ops.fp4kv.attention.default,

@@ -15,10 +15,12 @@ SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel: its name, the grid of the launch, shared memory in bytes, and its instructions in order."""
+    """One compiled kernel: its name, the grid of the launch and whether that is ahead of time (programmatic dependent
+    launch), shared memory in bytes, and its instructions in order."""
 
     name: str
     grid: tuple[int, ...]
+    ahead: bool
     shared: int
     instructions: list[str]
 
@@ -72,7 +74,8 @@ def launches(capability: int) -> Iterator[list[Compiled]]:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         instructions = _instructions(kernel.asm["sass"])
-        compiled.append(Compiled(self.fn.__name__, tuple(grid), kernel.metadata.shared, instructions))
+        launch = (tuple(grid), kernel.metadata.launch_pdl)
+        compiled.append(Compiled(self.fn.__name__, *launch, kernel.metadata.shared, instructions))
         return kernel
 
     saved = triton.runtime.driver._active

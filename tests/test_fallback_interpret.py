@@ -113,8 +113,7 @@ def sixteen_bits(capability: int) -> Iterator[None]:
     """Within it the kernel is compiled as for queries on a GPU of this capability."""
     from torch_fp4kv.ops.kernels import fallback
 
-    narrow = mock.patch.object(fallback, "_multiplies_16_bits", lambda q: q.dtype != torch.float32)
-    with narrow, mock.patch.object(fallback, "_has_e4m3", lambda q: capability >= 89):
+    with mock.patch.object(fallback, "_capability", lambda _: divmod(capability, 10)):
         yield
 
 
@@ -176,3 +175,20 @@ def test_instructions(v_format: str, most: int) -> None:
         fallback.run(c)
     assert len(kernels[0].instructions) <= most
     assert kernels[0].count("LDS.U8") <= 20, "stored bytes are read in words"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")
+@pytest.mark.parametrize("capability", [80, 90, 120], ids="sm_{}".format)
+def test_the_merge_is_launched_ahead_and_waits_before_it_reads(capability: int) -> None:
+    from torch_fp4kv.ops.kernels import fallback
+
+    c = calls.make(lengths=(300, 33), capacity=512, k_format="fp8", dtype=torch.bfloat16, return_lse=True)
+    with offline.launches(capability) as kernels, sixteen_bits(capability):
+        fallback.run(c)
+    attention, merge = kernels
+    assert not attention.ahead
+    assert merge.ahead == (capability >= 90)
+    assert attention.count("PREEXIT") == merge.count("ACQBULK") == int(merge.ahead)
+    if merge.ahead:
+        before = merge.instructions[: merge.instructions.index("ACQBULK")]
+        assert not [instruction for instruction in before if instruction.startswith(("LDG", "STG"))]

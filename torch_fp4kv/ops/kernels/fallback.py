@@ -49,7 +49,7 @@ def tiles(call: AttentionCall, block_d: int) -> Tiles:
 
 def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Serves `call`."""
-    return launch(call, *stored_query(call, torch.float32))
+    return launch(call, *stored_query(call, torch.float32), pdl=_capability(call.q) >= (9, 0))
 
 
 def launch(
@@ -57,10 +57,12 @@ def launch(
     q_stored: Tensor | None,
     stored_bias: Tensor | None,
     kernel: Callable[[Any], Any] = lambda kernel: kernel,
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Serves `call` given what stored keys meet (None: `call.q`) and what is added to their scores.
 
-    `kernel` gives what is launched for a kernel, such as what a tracer records.
+    `kernel` gives what is launched for a kernel, such as what a tracer records; with `pdl` the merge is launched ahead
+    of time, by programmatic dependent launch.
     """
     call = call.dense()
     q, device = call.q, call.q.device
@@ -167,9 +169,10 @@ def launch(
             SOFTCAP=call.softcap > 0,
             MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
             PARTIAL=partial,
+            PDL=pdl,
             WHOLE=call.page_size % n == 0,
             PRECISION="tf32" if _multiplies_16_bits(q) else "ieee",
-            E4M3=_has_e4m3(q),
+            E4M3=_capability(q) >= (8, 9),
             FAST=FAST,
             M=tile_rows,
             N=n,
@@ -191,8 +194,11 @@ def launch(
                 queries,
                 DV=dv,
                 BLOCK_DV=block_dv,
+                PDL=pdl,
                 FAST=FAST,
                 num_warps=4,
+                # Only Triton itself, for NVIDIA, knows this option.
+                **({"launch_pdl": True} if pdl else {}),
             )
     return out, lse
 
@@ -226,13 +232,11 @@ def _product_type(q: Tensor, x: Tensor, storage_format: str) -> str:
 
 def _multiplies_16_bits(q: Tensor) -> bool:
     """Whether `q` has 16 bits, on a GPU that multiplies such numbers, subnormal ones too."""
-    if q.dtype == torch.float32 or not q.is_cuda or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return q.dtype != torch.float32 and _capability(q) >= (8, 0)
 
 
-def _has_e4m3(q: Tensor) -> bool:
-    """Whether the GPU converts e4m3."""
+def _capability(q: Tensor) -> tuple[int, int]:
+    """Compute capability of the NVIDIA GPU that `q` is on; (0, 0) elsewhere."""
     if not q.is_cuda or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(q.device) >= (8, 9)
+        return 0, 0
+    return torch.cuda.get_device_capability(q.device)

@@ -410,6 +410,7 @@ def attention_kernel(
     SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
     PARTIAL: tl.constexpr,
+    PDL: tl.constexpr,
     WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
     E4M3: tl.constexpr,
@@ -423,6 +424,8 @@ def attention_kernel(
     Writes `out` and `lse`, or with PARTIAL the float32 parts `[num_splits, B, Hq, L, Dv]` and `[num_splits, B, Hq, L]`
     (log-sum-exp in base 2, sink not in) for `merge_kernel`; of a query that sees nothing of a split the second alone.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     # Triton passes Python's floats as float32, a program of Inductor as float64, in which all products would be.
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
@@ -636,6 +639,7 @@ def merge_kernel(
     num_queries,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    PDL: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """BLOCK_DV elements of one query row: its splits, MERGE_SPLITS after MERGE_SPLITS, and its sink."""
@@ -644,6 +648,8 @@ def merge_kernel(
     top = float("-inf")
     total = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     for first in range(0, num_splits, MERGE_SPLITS):
         split = first + tl.arange(0, MERGE_SPLITS)
         at = split * num_rows + row

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import calls
 import numpy as np
@@ -122,12 +121,12 @@ def restored() -> Iterator[None]:
     decode.plan.cache_clear()
 
 
-def spread_over(programs: int, **changes: Any) -> None:
+def spread_over(programs: int) -> None:
     """Small spans, and up to how many programs each tile or group has its own."""
     found = decode.configuration
 
     def limited(*args: int) -> decode.Configuration:
-        return replace(found(*args), group=2, stride=2, programs=programs, **changes)
+        return replace(found(*args), group=2, stride=2, programs=programs)
 
     decode.configuration = limited  # type: ignore[assignment]
     decode.plan.cache_clear()
@@ -147,14 +146,9 @@ def test_results_do_not_depend_on_how_work_is_spread(heads: int) -> None:
     expected = oracle.attend(c)[0]
     results = []
     # A tile each; some rows with a group or two each; a set each. Others are 6 and tiles up to 18.
-    for programs, stages, merge in (
-        (1 << 20, 1, (32, 2)),
-        (6 * 10, 1, (64, 1)),
-        (6 * 6, 1, (32, 1)),
-        (0, 2, (128, 2)),
-    ):
+    for programs, merge in ((1 << 20, (32, 2)), (6 * 10, (64, 1)), (6 * 6, (32, 1)), (0, (128, 2))):
         found = decode.configuration
-        spread_over(programs, stages=stages)
+        spread_over(programs)
         merge_of(*merge)
         with ptx.launches():
             results.append(decode.run(c))

@@ -38,7 +38,6 @@ class Configuration:
         tokens: tokens of a tile (N).
         group: tiles of a group.
         stride: tiles from one of a group to the next, and warps of the merge.
-        stages: tiles in shared memory.
         tiles: whether each tile is computed on its own; else a group is, whose sums then stay in place.
         most: most groups of a program, 2 or 4.
         registers: cap on the registers of a thread, or None.
@@ -49,7 +48,6 @@ class Configuration:
     tokens: int
     group: int
     stride: int = 8
-    stages: int = 1
     tiles: bool = True
     most: int = GROUPS.value
     registers: int | None = None
@@ -68,10 +66,9 @@ def configuration(columns: int, dp: int, dvp: int, capability: tuple[int, int]) 
     if c == 8 and d <= 128:
         tokens = 4096 // d
         return Configuration(c, tokens, 256 // tokens, tiles=False, registers=128)
-    # Accumulators take half of the registers: eight programs an SM, for whose second tile Hopper has room.
+    # Accumulators take half of the registers: eight programs an SM.
     tokens = min(64, 8192 // d)
-    stages = 2 if (9, 0) <= capability < (12, 0) else 1
-    return Configuration(c, tokens, 32 * c // tokens, stages=stages, tiles=False, most=2)
+    return Configuration(c, tokens, 32 * c // tokens, tiles=False, most=2)
 
 
 def padded(d: int) -> int:
@@ -318,7 +315,6 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             DP=padded(d),
             DVP=padded(dv),
             ROTATION=call.k_rotation,
-            STAGES=p.config.stages,
             TILES=p.config.tiles,
             SOFTCAP=call.softcap > 0,
             MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,

@@ -116,7 +116,6 @@ def decode_kernel(
     N: gl.constexpr,
     GROUP: gl.constexpr,
     STRIDE: gl.constexpr,
-    STAGES: gl.constexpr,
     TILES: gl.constexpr,
     MOST: gl.constexpr,
     PAGING: gl.constexpr,
@@ -256,10 +255,10 @@ def decode_kernel(
 
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    k_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N, W], swizzled(k_swizzle(DP)))
-    v_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N // 2, 2 * WV], swizzled(v_swizzle(DVP)))
-    ks_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N * DP // 64], FLAT)
-    vs_smem = gl.allocate_shared_memory(gl.int32, [STAGES, N * DVP // 64], FLAT)
+    k_smem = gl.allocate_shared_memory(gl.int32, [N, W], swizzled(k_swizzle(DP)))
+    v_smem = gl.allocate_shared_memory(gl.int32, [N // 2, 2 * WV], swizzled(v_swizzle(DVP)))
+    ks_smem = gl.allocate_shared_memory(gl.int32, [N * DP // 64], FLAT)
+    vs_smem = gl.allocate_shared_memory(gl.int32, [N * DVP // 64], FLAT)
     # A group, and a pair of them, that wait to be folded.
     waiting_acc = gl.allocate_shared_memory(gl.float32, [MOST // 2, M, HS], ROWS)
     waiting_total = gl.allocate_shared_memory(gl.float32, [MOST // 2, HS], FLAT)
@@ -282,58 +281,54 @@ def decode_kernel(
         row_pages += b.to(gl.int64) * stride_table
         if PAGING == 1:
             page = gl.load(row_pages + (first * N >> log_page_size))
-    for stage in gl.static_range(STAGES):
-        ahead = first + stage * STRIDE
-        if ahead < stop:
-            copy_tile(
-                k_smem.index(stage),
-                ks_smem.index(stage),
-                k_data,
-                k_scales,
-                stride_k_p,
-                stride_ks_p,
-                ahead * N,
-                wrapped,
-                page,
-                begin,
-                end - 1,
-                row_pages,
-                page_size,
-                log_page_size,
-                N,
-                D,
-                DP,
-                1,
-                PAGING,
-            )
-        async_copy.commit_group()
-        if ahead < stop:
-            copy_tile(
-                v_smem.index(stage),
-                vs_smem.index(stage),
-                v_data,
-                v_scales,
-                stride_v_p,
-                stride_vs_p,
-                ahead * N,
-                wrapped,
-                page,
-                begin,
-                end - 1,
-                row_pages,
-                page_size,
-                log_page_size,
-                N,
-                DV,
-                DVP,
-                2,
-                PAGING,
-            )
-        async_copy.commit_group()
-        if PAGING == 0 or PAGING == 3:
-            wrapped = next_lap(wrapped, (ahead + STRIDE) * N, page_size)
-        elif PAGING == 1:
-            page = gl.load(row_pages + (gl.minimum((ahead + STRIDE) * N, end - 1) >> log_page_size))
+    copy_tile(
+        k_smem,
+        ks_smem,
+        k_data,
+        k_scales,
+        stride_k_p,
+        stride_ks_p,
+        first * N,
+        wrapped,
+        page,
+        begin,
+        end - 1,
+        row_pages,
+        page_size,
+        log_page_size,
+        N,
+        D,
+        DP,
+        1,
+        PAGING,
+    )
+    async_copy.commit_group()
+    copy_tile(
+        v_smem,
+        vs_smem,
+        v_data,
+        v_scales,
+        stride_v_p,
+        stride_vs_p,
+        first * N,
+        wrapped,
+        page,
+        begin,
+        end - 1,
+        row_pages,
+        page_size,
+        log_page_size,
+        N,
+        DV,
+        DVP,
+        2,
+        PAGING,
+    )
+    async_copy.commit_group()
+    if PAGING == 0 or PAGING == 3:
+        wrapped = next_lap(wrapped, (first + STRIDE) * N, page_size)
+    elif PAGING == 1:
+        page = gl.load(row_pages + (gl.minimum((first + STRIDE) * N, end - 1) >> log_page_size))
 
     if C == 4:
         query = load_query(*query_of, G, C, HS, D, DP)
@@ -355,17 +350,16 @@ def decode_kernel(
     VS_TYPE: gl.constexpr = gl.int16 if DVP == 256 else gl.uint8
     KR: gl.constexpr = 8 if DP == 256 else 4
     VR: gl.constexpr = 4 if DVP == 64 else 8
-    stage = 0
     for i in range(first, stop, STRIDE):
         start = i * N
-        ahead = i + STAGES * STRIDE
+        ahead = i + STRIDE
         whole = (start >= inner_begin) & (start + N <= inner_end)
         position = start + gl.arange(0, N, layout=gl.SliceLayout(1, MMA))
 
-        async_copy.wait_group(2 * STAGES - 1)
-        words = k_smem.index(stage).load(linear(k_word_map(N, DP)))
+        async_copy.wait_group(1)
+        words = k_smem.load(linear(k_word_map(N, DP)))
         if D == DP:
-            ks = ks_smem.index(stage)._reinterpret(KS_TYPE, [N, KR], ROWS).load(K_SCALES).to(gl.int16)
+            ks = ks_smem._reinterpret(KS_TYPE, [N, KR], ROWS).load(K_SCALES).to(gl.int16)
         else:
             ks = direct_scales(
                 k_scales,
@@ -396,8 +390,8 @@ def decode_kernel(
         s = mma_v2(k, query, gl.zeros([N, HS], gl.float32, MMA))
         if ahead < stop:
             copy_tile(
-                k_smem.index(stage),
-                ks_smem.index(stage),
+                k_smem,
+                ks_smem,
                 k_data,
                 k_scales,
                 stride_k_p,
@@ -465,12 +459,10 @@ def decode_kernel(
             shifted = s + base[None, :]
         p = spread_probabilities(gl.exp2(shifted), N, C, B)
 
-        async_copy.wait_group(2 * STAGES - 1)
-        words = v_smem.index(stage).load(linear(v_word_map(N, DVP)))
+        async_copy.wait_group(1)
+        words = v_smem.load(linear(v_word_map(N, DVP)))
         if DV == DVP:
-            vs = (
-                vs_smem.index(stage)._reinterpret(VS_TYPE, [N, VR], ROWS).load(gl.SliceLayout(2, V_SCALES)).to(gl.int16)
-            )
+            vs = vs_smem._reinterpret(VS_TYPE, [N, VR], ROWS).load(gl.SliceLayout(2, V_SCALES)).to(gl.int16)
         else:
             vs = direct_scales(
                 v_scales,
@@ -518,8 +510,8 @@ def decode_kernel(
             total = mma_v2(ones, p, total)
         if ahead < stop:
             copy_tile(
-                v_smem.index(stage),
-                vs_smem.index(stage),
+                v_smem,
+                vs_smem,
                 v_data,
                 v_scales,
                 stride_v_p,
@@ -550,7 +542,6 @@ def decode_kernel(
             new_weight = gl.expand_dims(new_weight, 0)
             acc = fold(acc, old_weight, tile_acc, new_weight)
             total = fold(total, old_weight, tile_total, new_weight)
-        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
         if (i % SPAN >= SPAN - STRIDE) & (i + STRIDE < stop):
             group = i // SPAN
             if (group % 2 == 1) & (group > first // SPAN):

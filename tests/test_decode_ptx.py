@@ -97,6 +97,23 @@ def test_masks_and_sinks() -> None:
         compare(changed, out, lse)
 
 
+def test_exact_from_without_copies_means_nothing() -> None:
+    c = call(lengths=(90, 33), exact_from=torch.tensor([50, 0], dtype=torch.int32))
+    with ptx.launches():
+        out, lse = decode.run(c)
+    compare(c, out, lse)
+
+
+@pytest.mark.parametrize(("rows", "queries"), [(0, 1), (2, 0)], ids=["no row", "no query"])
+def test_nothing_to_do(rows: int, queries: int) -> None:
+    c = call()
+    c = replace(c, q=c.q[:rows, :, :queries], lengths=c.lengths[:rows])
+    assert decode.unsupported(c) is None
+    out, lse = decode.run(c)
+    assert lse is not None
+    assert (out.shape, lse.shape) == ((rows, 4, queries, 128), (rows, 4, queries))
+
+
 def test_strided_numbers_of_rows_and_heads() -> None:
     c = calls.strided(calls.with_everything(2, head_dim=128, out_dtype=torch.float32))
     with ptx.launches():

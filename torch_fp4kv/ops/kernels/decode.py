@@ -222,9 +222,14 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     q, device, table = call.q, call.q.device, call.block_table
     batch, _, queries, d = q.shape
     heads, dv, page_size = call.num_kv_heads, call.v_head_dim, call.page_size
+    out = call.empty_out()
+    lse = call.empty_lse() if call.return_lse else None
+    if q.numel() == 0:
+        return out, lse
     window = max(call.window, 0)
     sinks = 0 if call.k_exact is None else call.num_sink_tokens
     ring = 0 if call.k_exact is None or call.exact_from is None else call.ring_size
+    exact_from = call.exact_from if ring else None
     capability = torch.cuda.get_device_capability(device)
     p = plan(
         batch * heads,
@@ -246,8 +251,6 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     partial_out = torch.empty(partials * dv, dtype=torch.float32, device=device)
     partial_max = torch.empty(partials, dtype=torch.float32, device=device)
     partial_sum = torch.empty_like(partial_max)
-    out = call.empty_out()
-    lse = call.empty_lse() if call.return_lse else None
     k_words, v_words = call.k_data.view(torch.int32), call.v_data.view(torch.int32)
     k_scales, v_scales = call.k_scales, call.v_scales
     assert k_scales is not None
@@ -272,7 +275,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             call.q_lengths,
             call.starts,
             table,
-            call.exact_from,
+            exact_from,
             call.k_bias,
             call.k_factors,
             call.k_order,
@@ -333,7 +336,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             call.lengths,
             call.q_lengths,
             call.starts,
-            call.exact_from,
+            exact_from,
             call.sink_logits,
             call.v_global,
             call.v_bias,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,15 @@ def equalized(heads: int = 2, head_dim: int = 64, rotation: int = 16) -> dict[st
         "k_order": torch.stack([torch.randperm(head_dim, generator=generator) for _ in range(heads)]).int(),
         "k_rotation": rotation,
     }
+
+
+def far_apart(x: Tensor, allocate: Callable[[int], Tensor]) -> Tensor:
+    """`x` `[B, H, T, D]` with its tokens a little over 2^30 elements apart, in what `allocate` gives for a size."""
+    rows, heads, tokens, d = x.shape
+    stride = (1 << 30) + 64
+    assert rows * heads * d <= stride
+    memory = allocate(stride * (tokens - 1) + rows * heads * d)
+    return memory.as_strided(x.shape, (heads * d, d, stride, 1)).copy_(x)
 
 
 def strided(call: AttentionCall) -> AttentionCall:

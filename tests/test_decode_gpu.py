@@ -199,6 +199,19 @@ def test_more_than_2_31_elements() -> None:
     assert float((found - out[:1]).norm() / out[:1].norm()) < 1e-3
 
 
+@pytest.mark.parametrize("name", ["decode", "fallback"])
+def test_exact_copies_past_2_31_elements(name: str) -> None:
+    kernel = pytest.importorskip(f"torch_fp4kv.ops.kernels.{name}", exc_type=ImportError)
+    c = call(lengths=(20,), ring=4, heads=2, kv_heads=1, dtype=torch.bfloat16)
+
+    def far_apart(x: Tensor) -> Tensor:
+        return calls.far_apart(x, lambda size: torch.empty(size, dtype=x.dtype, device="cuda"))
+
+    k_exact, v_exact = (far_apart(x) for x in (c.k_exact, c.v_exact) if x is not None)
+    out, lse = kernel.run(replace(on_gpu(c), k_exact=k_exact, v_exact=v_exact))
+    compare(c, out.cpu(), lse.cpu())
+
+
 def test_the_second_gpu() -> None:
     from torch_fp4kv.ops.kernels import decode
 

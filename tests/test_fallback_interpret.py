@@ -6,8 +6,9 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -108,6 +109,21 @@ def test_strided_numbers_of_rows_and_heads() -> None:
     check(calls.strided(calls.with_everything(20, new=True)))
 
 
+@interpreted
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [({"ring": 4}, ("k_exact", "v_exact")), ({"num_queries": 4, "new": True}, ("k_new", "v_new"))],
+    ids=["exact copies", "new tokens"],
+)
+def test_tokens_past_2_31_elements(options: dict[str, Any], names: tuple[str, str], tmp_path: Path) -> None:
+    c = calls.make(lengths=(20,), heads=1, kv_heads=1, head_dim=16, dtype=torch.float16, **options)
+
+    def sparse_file(name: str) -> Callable[[int], torch.Tensor]:
+        return lambda size: torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=torch.float16)
+
+    check(replace(c, **{name: calls.far_apart(getattr(c, name), sparse_file(name)) for name in names}))
+
+
 @contextlib.contextmanager
 def sixteen_bits(capability: int) -> Iterator[None]:
     """Within it the kernel is compiled as for queries on a GPU of this capability."""
@@ -129,13 +145,6 @@ def test_products_of_16_bits(formats: tuple[str, str], options: dict[str, Any]) 
     c = calls.make(k_format=formats[0], v_format=formats[1], return_lse=True, out_dtype=torch.float32, **given)
     with sixteen_bits(80):
         compare(c, *fallback.run(c))
-
-
-@interpreted
-def test_slices_of_a_wider_buffer() -> None:
-    c = calls.make(lengths=(90, 33), capacity=128, k_format="fp8", v_format="fp8", return_lse=True)
-    wide = [torch.cat([x, x[..., :1]], -1)[..., :-1] for x in (c.k_data, c.v_data)]
-    check(replace(c, k_data=wide[0], v_data=wide[1]))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")

@@ -60,6 +60,13 @@ def test_queries_of_any_magnitude(magnitude: float) -> None:
     check(replace(c, q=(c.q.float() * magnitude).bfloat16(), scale=0.1 / magnitude))
 
 
+@pytest.mark.parametrize("offset", [1, 4])
+def test_storage_that_begins_anywhere(offset: int) -> None:
+    c = call("fp8")
+    parts = [torch.cat([x.new_zeros(offset), x.flatten()])[offset:].view(x.shape) for x in (c.k_data, c.v_data)]
+    check(replace(c, k_data=parts[0], v_data=parts[1]))
+
+
 def test_small_weights_count() -> None:
     """255 tokens with weights below float16's least number, 2^-28, and values of 448 beside one of E4M3's least."""
     c = call("fp8", lengths=(256,), capacity=256)

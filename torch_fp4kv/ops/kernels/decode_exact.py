@@ -96,13 +96,13 @@ def exact_split(
     element = gl.arange(0, DP, layout=gl.SliceLayout(0, K_EXACT))[None, :]
     seen, _ = exact_position(token, length, start, exact_from, ring, num_exact, num_sink_tokens)
     k_exact += b.to(gl.int64) * stride_ke_b + head.to(gl.int64) * stride_ke_h
-    pointers = k_exact + (token * stride_ke_e)[:, None] + element
+    pointers = k_exact + (token.to(gl.int64) * stride_ke_e)[:, None] + element
     k = gl.load(pointers, mask=seen[:, None] & (element < D), other=0.0)
     token = first + gl.arange(0, N, layout=gl.SliceLayout(1, V_EXACT))
     element = gl.arange(0, DVP, layout=gl.SliceLayout(0, V_EXACT))[None, :]
     seen, _ = exact_position(token, length, start, exact_from, ring, num_exact, num_sink_tokens)
     v_exact += b.to(gl.int64) * stride_ve_b + head.to(gl.int64) * stride_ve_h
-    pointers = v_exact + (token * stride_ve_e)[:, None] + element
+    pointers = v_exact + (token.to(gl.int64) * stride_ve_e)[:, None] + element
     v = gl.load(pointers, mask=seen[:, None] & (element < DV), other=0.0)
     query = load_query(
         q, None, b, head, block, queries, stride_q_b, stride_q_h, stride_q_l, stride_q_d, G, C, HS, D, DP

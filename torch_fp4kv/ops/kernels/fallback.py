@@ -214,10 +214,10 @@ def _words(data: Tensor, storage_format: str) -> tuple[Tensor, list[int]]:
         return data, list(strides)
     if storage_format != "fp8":
         return data, [4 * stride for stride in strides]
-    if data.storage_offset() % 4 or any(stride % 4 for stride in strides):
-        # A slice of a wider buffer; the kernel reads whole words.
-        data = data.contiguous()
-    return data, [stride // 4 for stride in data.stride()[:3]]
+    if data.storage_offset() % 4:
+        # Part of a larger buffer; the kernel reads whole words.
+        data = data.clone()
+    return data, [stride // 4 for stride in strides]
 
 
 def _product_type(q: Tensor, x: Tensor, storage_format: str) -> str:

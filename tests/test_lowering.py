@@ -199,6 +199,24 @@ def test_append_reads_what_it_has_written() -> None:
     compare(function, words, scales, x)
 
 
+def test_append_of_what_it_overwrites() -> None:
+    """Tokens moved within their cache, a scale and slots read from it: all as they were before."""
+
+    def move(k: Tensor, v: Tensor, v_scales: Tensor, k_exact: Tensor, v_exact: Tensor, slots: Tensor) -> None:
+        old_k = fp4.dequantize(k, None, 0.01, format="fp8")[:1, :, :4]
+        old_v = fp4.dequantize(v, v_scales, 0.01)[:1, :, :4]
+        v_global = v_scales[0, 0, 0, 1].float() * 0.001
+        exact = {"k_exact": k_exact, "v_exact": v_exact, "exact_slots": slots, "k_format": "fp8"}
+        fp4.append(k, None, v, v_scales, old_k, old_v, slots + k[0, 0, 0, 0].long() % 2, 0.01, v_global, **exact)
+        fp4.append(k, None, v, v_scales, k_exact[:, :, :4] * 2, v_exact[:, :, :4] * 2, slots + 9, 0.01, 0.01, **exact)
+
+    k, (v, v_scales) = torch.randint(1, 127, (PAGES, HEADS, PAGE, DIM), dtype=torch.uint8), cache("nvfp4", torch.float)
+    k[0, 0, 0, 0] = 77
+    assert v_scales is not None
+    v_scales[0, 0, :2] = 60
+    compare(move, k, v, v_scales, *torch.randn(2, 1, HEADS, 6, DIM), torch.tensor([[1, 2, 3, 4]]))
+
+
 def test_append_out_of_range_raises_on_the_cpu() -> None:
     storage = (*cache("nvfp4", torch.float32), *cache("nvfp4", torch.float32))
     k = torch.randn(1, HEADS, 1, DIM)

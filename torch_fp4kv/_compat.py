@@ -123,6 +123,23 @@ def pointwise(
     return result
 
 
+def apart_from(value: Any, targets: Sequence[Any]) -> Any:
+    """`value`, copied if it is computed from memory of `targets`, which the kernel that writes them would read anew."""
+    from unittest.mock import patch
+
+    from torch._inductor import ir
+    from torch._inductor.dependencies import extract_read_writes
+
+    for target in targets:
+        target.realize()
+    load, size = value.make_loader(), value.get_size()
+    with patch.object(ir.FlexibleLayout, "allow_indexing", True):
+        reads = extract_read_writes(load, size).reads
+    if {read.name for read in reads}.isdisjoint(target.get_name() for target in targets):
+        return value
+    return pointwise(load, size, value.get_dtype(), value.get_device(), realize=True)
+
+
 def inductor_config() -> Any:
     from torch._inductor import config
 

@@ -78,6 +78,11 @@ def lower(
     **_options: Any,
 ) -> None:
     """Writes `k` and `v` into the cache."""
+    mutated = [x for x in (k_data, k_scales, v_data, v_scales, k_exact, v_exact) if x is not None]
+    k, v, slots, exact_slots, k_global, v_global, k_bias, v_bias = (
+        x if x is None else _compat.apart_from(x, mutated)
+        for x in (k, v, slots, exact_slots, k_global, v_global, k_bias, v_bias)
+    )
     scale_max = SCALE_MAX[v_scale_layout]
     stored_k, bias = k, k_bias
     if k_factors is not None or k_order is not None or k_rotation:

@@ -50,7 +50,7 @@ def append(
         k_data, v_data: mutated. int64 words `[P, H, T, D/16]` ("nvfp4", "block-fp4"), uint8 e4m3 bits `[P, H, T, D]`
             ("fp8") or float `[P, H, T, D]` ("exact").
         k_scales, v_scales: mutated. uint8 `[P, H, T, D/16]` for the two 4-bit formats, else None.
-        k, v: `[B, H, L, D]` and `[B, H, L, Dv]`, floating point, any strides. Not modified.
+        k, v: `[B, H, L, D]` and `[B, H, L, Dv]`, floating point, any strides. Not modified; no views of what is.
         slots: int64 `[B, L]`, `page · T + offset` of each token; no slot twice in a call.
         k_global, v_global: decode scales: a number, or float32 `[]` or `[H]`.
         k_bias, v_bias: float32 `[H, D]` and `[H, Dv]`, subtracted before quantising.

@@ -209,6 +209,8 @@ def test_rows_that_a_recipe_keeps_exact_are_warned_of(tmp_path, capsys):
     (note,) = evaluate.mostly_exact(model, {"text": 92}, chosen)
     assert "have 92: none is read as stored" in note and note.endswith("--tokens makes rows longer")
     assert not evaluate.mostly_exact(model, lengths, {"mixed": get_recipe("nvfp4", layers={1: {"exact_window": 16}})})
+    (note,) = evaluate.mostly_exact(model, {"text": 92}, {"mixed": get_recipe("nvfp4", layers={1: "bf16"})})
+    assert "mixed keeps 92 tokens" in note
     model.save_pretrained(tmp_path / "model")
     torch.save(text(400)[0], tmp_path / "ids.pt")
     source = ["--model", str(tmp_path / "model"), "--text", str(tmp_path / "ids.pt"), "--device", "cpu", "--rows", "1"]

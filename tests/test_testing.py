@@ -6,7 +6,7 @@ import pytest
 import torch
 from hf_models import greedy, llama, prompt
 
-from torch_fp4kv import NVFP4Cache
+from torch_fp4kv import NVFP4Cache, get_recipe
 from torch_fp4kv.cache.storage import LayerStorage
 from torch_fp4kv.evaluation.scoring import cache_argument
 from torch_fp4kv.testing import assert_cache_close, assert_golden, record_golden
@@ -56,6 +56,32 @@ def test_a_wrong_cache_fails(model, lossy):
 def test_a_short_prompt_is_refused(model):
     with pytest.raises(ValueError, match="34 tokens or more, got one with 33"):
         assert_cache_close(model, [prompt(1, 60)[0], prompt(1, 33)[0]], kl=1.0)
+    with pytest.raises(ValueError, match="prompt_tokens must be 1 or more, got 0"):
+        assert_cache_close(model, [prompt(1, 60)[0]], kl=1.0, prompt_tokens=0)
+
+
+def test_prompts_that_read_nothing_quantised_are_refused(model):
+    """`nvfp4` keeps 4 tokens and 88, beside a layer that quantises nothing too."""
+    text = prompt(1, 130)[0]
+    for recipe in ("nvfp4", get_recipe("nvfp4", layers={0: "bf16"})):
+        assert assert_cache_close(model, [text, text[:93]], recipe, kl=1.0, prompt_tokens=90).kl > 1e-6
+        with pytest.raises(ValueError, match="a prompt has 92 tokens, and the recipe keeps 92 exact"):
+            assert_cache_close(model, [text, text[:92]], recipe, kl=1.0)
+
+
+def test_a_record_that_reads_nothing_quantised_is_refused(model, tmp_path):
+    path = tmp_path / "golden.json"
+    with pytest.raises(ValueError, match="a prompt has 80 tokens and num_new is 13, and the recipe keeps 92 exact"):
+        record_golden(path, model, list(prompt(2, 80)), num_new=13)
+    assert not path.exists()
+
+
+def test_a_record_with_a_nan_is_refused(tmp_path):
+    broken, path = llama(), tmp_path / "golden.json"
+    broken.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(ValueError, match="prompt 0 has a log-probability that is no finite number"):
+        record_golden(path, broken, list(prompt(2, 24)), "nvfp4-plain", num_new=3)
+    assert not path.exists()
 
 
 @pytest.fixture
@@ -94,7 +120,7 @@ def test_a_nan_on_record_agrees_with_nothing(model, record):
         assert_golden(record, model)
 
 
-@pytest.mark.parametrize("change", [{"new": [], "log_probabilities": []}, {"log_probabilities": [0.0]}])
+@pytest.mark.parametrize("change", [{"new": [], "log_probabilities": []}, {"log_probabilities": [0.0]}, {"new": 1}])
 def test_a_record_without_tokens_is_none(model, record, change):
     content = json.loads(record.read_text())
     for prompts in ([], [content["prompts"][0] | change]):
@@ -103,9 +129,9 @@ def test_a_record_without_tokens_is_none(model, record, change):
             assert_golden(record, model)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"recipe": {}, "prompts": []}'])
+@pytest.mark.parametrize("text", ["", "{}", '{"recipe": {}, "prompts": []}', "\xff"])
 def test_what_is_no_record_is_refused(model, tmp_path, text):
     path = tmp_path / "golden.json"
-    path.write_text(text)
+    path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"no record|recipe"):
         assert_golden(path, model)

@@ -145,9 +145,12 @@ def layer_recipes(model: Any, recipe: Recipe) -> list[Recipe | None]:
 
 
 def exact_tokens(model: Any, recipe: Recipe) -> int:
-    """Tokens of a row that the model's layers read exactly: where `recipe` differs by layer, the least. A query that
-    sees no more reads nothing from storage."""
-    return min(layer.exact_window + layer.num_sink_tokens for layer in layer_recipes(model, recipe) if layer)
+    """Tokens of a row that the layers which quantise read exactly: where `recipe` differs by layer, the least; 0 if no
+    layer quantises. A query that sees no more reads nothing quantised."""
+    quantised = [
+        layer for layer in layer_recipes(model, recipe) if layer and {layer.k_format, layer.v_format} != {"exact"}
+    ]
+    return min((layer.exact_window + layer.num_sink_tokens for layer in quantised), default=0)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

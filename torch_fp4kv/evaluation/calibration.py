@@ -136,7 +136,7 @@ def tokenized(texts: Texts, tokenizer: Any, device: torch.device) -> list[Tensor
             raise ValueError(f"a text must have at least 2 tokens, got {row.shape[1]}")
         rows.append(row)
     if not rows:
-        raise ValueError("calibration needs at least one text")
+        raise ValueError("there must be at least one text")
     return rows
 
 

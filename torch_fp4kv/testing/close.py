@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..evaluation.as_decoded import full_precision
+from ..evaluation.as_decoded import exact_tokens, full_precision
 from ..evaluation.calibration import Texts, tokenized
 from ..evaluation.fidelity import Fidelity, Tally, decoded
-from ..recipe import Recipe
+from ..recipe import Recipe, get_recipe
 
 
 def assert_cache_close(
@@ -35,14 +35,22 @@ def assert_cache_close(
 
     Raises:
         AssertionError: the KL is larger; says how large, and on which prompt most.
-        ValueError: no prompt, or one with fewer than `prompt_tokens + 2` tokens.
+        ValueError: no prompt, or one with fewer than `prompt_tokens + 2` tokens, or with none that the recipe does not
+            keep exact: nothing of it would be read from storage, and its KL be about 0 whatever is stored.
     """
     from ..cache.hf import NVFP4Cache
 
+    if prompt_tokens < 1:
+        raise ValueError(f"prompt_tokens must be 1 or more, got {prompt_tokens}")
     rows = tokenized(prompts, tokenizer, model.device)
     short = min(row.shape[1] for row in rows)
     if short < prompt_tokens + 2:
         raise ValueError(f"prompts need prompt_tokens + 2 = {prompt_tokens + 2} tokens or more, got one with {short}")
+    exact = exact_tokens(model, get_recipe(recipe))
+    if short <= exact:
+        raise ValueError(
+            f"a prompt has {short} tokens, and the recipe keeps {exact} exact: nothing of it would be read from storage"
+        )
     total, each = Tally(), []
     for row in rows:
         cache = NVFP4Cache(model.config, row.shape[1], recipe)

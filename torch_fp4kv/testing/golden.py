@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..evaluation.as_decoded import exact_tokens
 from ..evaluation.calibration import Texts, tokenized
 from ..evaluation.fidelity import decoded
 from ..evaluation.scoring import cache_argument
@@ -31,14 +33,25 @@ def record_golden(
         prompts: strings (`tokenizer` is needed then) or int64 tensors `[N]`.
 
     Raises:
-        ValueError: no prompt, or one of fewer than 2 tokens.
+        ValueError: no prompt, one of fewer than 2 tokens, one whose tokens, new ones included, the recipe keeps all
+            exact (nothing would be read from storage), or a log-probability that is no finite number.
+            Nothing is written.
     """
     from .. import __version__
     from ..cache.hf import NVFP4Cache
 
     chosen = get_recipe(recipe)
-    records = []
-    for row in tokenized(prompts, tokenizer, model.device):
+    exact = exact_tokens(model, chosen)
+    rows = tokenized(prompts, tokenizer, model.device)
+    short = min(row.shape[1] for row in rows)
+    # The last new token is not fed again.
+    if short + num_new - 1 <= exact:
+        raise ValueError(
+            f"a prompt has {short} tokens and num_new is {num_new}, and the recipe keeps {exact} exact: nothing of it "
+            "would be read from storage"
+        )
+    records: list[dict[str, Any]] = []
+    for row in rows:
         cache = NVFP4Cache(model.config, row.shape[1] + num_new, chosen)
         with torch.inference_mode():
             text = model.generate(
@@ -51,6 +64,8 @@ def record_golden(
                 **{cache_argument(model.forward): cache},
             )
         scores = _scores(model, text, row.shape[1], chosen)
+        if not all(map(math.isfinite, scores)):
+            raise ValueError(f"prompt {len(records)} has a log-probability that is no finite number: {scores}")
         records.append(
             {"prompt": row[0].tolist(), "new": text[0, row.shape[1] :].tolist(), "log_probabilities": scores}
         )
@@ -76,9 +91,10 @@ def assert_golden(path: str | Path, model: Any, *, tolerance: float = 0.05) -> N
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         recipe, records = Recipe.from_json(json.dumps(content["recipe"])), content["prompts"]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        lengths = [(len(record["new"]), len(record["log_probabilities"])) for record in records]
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no record of golden prompts: {error!r}") from error
-    if not records or any(not r["new"] or len(r["new"]) != len(r["log_probabilities"]) for r in records):
+    if not lengths or any(new == 0 or new != scores for new, scores in lengths):
         raise ValueError(f"{path} is no record of golden prompts: it has no tokens, or some without log-probability")
     worst = (0.0, "")
     for number, record in enumerate(records):

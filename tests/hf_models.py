@@ -56,8 +56,8 @@ def greedy(tokens: int) -> dict[str, Any]:
     }
 
 
-def compile_everywhere() -> CompileConfig:
+def compile_everywhere(**options) -> CompileConfig:
     """What `generate` compiles decoding with, made to apply on the CPU too."""
-    config = CompileConfig(fullgraph=True, mode="default")
+    config = CompileConfig(fullgraph=True, **{"mode": "default", **options})
     config._compile_all_devices = True
     return config

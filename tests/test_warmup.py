@@ -11,7 +11,7 @@ from hf_models import compile_everywhere, greedy, llama, prompt
 from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
-from torch_fp4kv import NVFP4Cache, warmup
+from torch_fp4kv import NVFP4Cache, PagedNVFP4Cache, warmup
 from torch_fp4kv.evaluation.scoring import cache_argument
 from torch_fp4kv.startup import NUM_NEW
 
@@ -33,6 +33,37 @@ def test_requests_after_it_compile_nothing(device):
     assert counters["stats"]["unique_graphs"] == graphs
     fresh = NVFP4Cache(model.config, 128, "nvfp4-plain")
     assert torch.equal(got, model.generate(ids, **{argument: fresh}, **options, **greedy(8)))
+
+
+def test_padded_and_short_prompts_have_graphs_of_their_own():
+    torch._dynamo.reset()
+    model = llama(num_hidden_layers=1)
+    options = {"compile_config": compile_everywhere(backend="eager", mode=None)}
+    cache = NVFP4Cache(model.config, 128)
+    ids = prompt(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+
+    def graphs_for(ids, mask=None):
+        before = counters["stats"]["unique_graphs"]
+        settings = greedy(8)
+        if mask is not None:
+            cache.set_padding(mask)
+            settings["attention_mask"] = mask
+        model.generate(ids, **{cache_argument(model.forward): cache}, **options, **settings)
+        cache.reset()
+        return counters["stats"]["unique_graphs"] - before
+
+    warmup(model, cache, batch_size=2, **options)
+    assert graphs_for(ids) == 0 and graphs_for(ids, mask) == 1 and graphs_for(ids[:, :4]) == 1
+    torch._dynamo.reset()
+    warmup(model, cache, batch_size=2, prompt_tokens=(20, 4), left_padding=True, **options)
+    for length in (12, 4, 7, 1):
+        assert graphs_for(ids[:, :length]) == 0
+        if length > 1:
+            mask = torch.ones_like(ids[:, :length])
+            mask[0, :1] = 0
+            assert graphs_for(ids[:, :length], mask) == 0
 
 
 SECOND_PROCESS = """
@@ -73,8 +104,11 @@ def test_what_it_cannot_warm_is_refused():
     model = llama(num_hidden_layers=1)
     with pytest.raises(ValueError, match="max_cache_len"):
         warmup(model, NVFP4Cache(model.config))
-    with pytest.raises(ValueError, match="max_cache_len"):
+    with pytest.raises(ValueError, match="max_cache_len, got DynamicCache"):
         warmup(model, DynamicCache(config=model.config))
+    pool = PagedNVFP4Cache(model.config, num_pages=4, max_rows=1, max_cache_len=32, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"got PagedNVFP4Cache: .* a pool is warmed by steps of its own"):
+        warmup(model, pool)
     cache = NVFP4Cache(model.config, 32)
     for nothing in ({"batch_size": 0}, {"prompt_tokens": ()}, {"prompt_tokens": (8, 0)}):
         with pytest.raises(ValueError, match="one row or more and prompts of one token or more"):

@@ -31,7 +31,13 @@ class Warmup:
 
 
 def warmup(
-    model: Any, cache: Any, *, batch_size: int = 1, prompt_tokens: Sequence[int] = (64,), **options: Any
+    model: Any,
+    cache: Any,
+    *,
+    batch_size: int = 1,
+    prompt_tokens: Sequence[int] = (64,),
+    left_padding: bool = False,
+    **options: Any,
 ) -> Warmup:
     """Generates a few tokens with `cache`, so that no request waits for compilers, kernels or CUDA graphs.
 
@@ -42,7 +48,10 @@ def warmup(
         model: a Hugging Face decoder.
         cache: an empty `NVFP4Cache` with `max_cache_len`, the one that will serve. Mutated: allocated, and reset.
         batch_size: rows of the requests.
-        prompt_tokens: prompt lengths to run. Compiled decoding does not depend on them; kernels of prefill may.
+        prompt_tokens: prompt lengths to run. Kernels of prefill may depend on them. Compiled decoding does so in one
+            case: a prompt of fewer than 8 tokens gives no bias, and under a recipe that takes one from the prompt its
+            decoding is a graph of its own. Name such a length too if they come.
+        left_padding: run each prompt once more with padding, whose decoding is a graph of its own.
         **options: for `model.generate`, such as `compile_config=`; those that requests will use. `max_new_tokens` and
             `eos_token_id` are set here.
 
@@ -50,17 +59,20 @@ def warmup(
         How long it took, and where the graphs came from.
 
     Raises:
-        ValueError: there is nothing to run, or the cache grows, holds tokens, or is too small for a prompt; nothing was
-            run.
+        ValueError: there is nothing to run, or the cache grows, is a pool, holds tokens, or is too small for a prompt;
+            nothing was run.
     """
     if batch_size < 1 or not prompt_tokens or min(prompt_tokens) < 1:
         raise ValueError(
             "warmup needs one row or more and prompts of one token or more, "
             f"got batch_size={batch_size} and prompt_tokens={tuple(prompt_tokens)}"
         )
-    capacity = getattr(cache.layers[0], "max_cache_len", None)
+    capacity = getattr(cache.layers[0], "max_cache_len", None) if getattr(cache, "layers", None) else None
     if capacity is None:
-        raise ValueError("a cache that grows is not compiled: make it with max_cache_len")
+        raise ValueError(
+            f"warmup takes an NVFP4Cache made with max_cache_len, got {type(cache).__name__}: one that grows is not "
+            "compiled, and a pool is warmed by steps of its own"
+        )
     if int(cache.get_seq_length()):
         raise ValueError(f"the cache holds {int(cache.get_seq_length())} tokens, which warmup would lose: reset() it")
     if max(prompt_tokens) + NUM_NEW > capacity:
@@ -73,10 +85,15 @@ def warmup(
         ids = ids.to(model.device)
         settings = {"do_sample": False, "pad_token_id": 0, **options, "max_new_tokens": NUM_NEW, "eos_token_id": None}
         settings[cache_argument(model.forward)] = cache
-        try:
-            model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-        finally:
-            cache.reset()
+        for padding in range(1 + left_padding):
+            mask = torch.ones_like(ids)
+            mask[0, :padding] = 0
+            try:
+                if padding:
+                    cache.set_padding(mask)
+                model.generate(ids, attention_mask=mask, **settings)
+            finally:
+                cache.reset()
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     compiled, loaded = (after - count for after, count in zip(graph_counts(), before))

@@ -157,14 +157,19 @@ def test_a_cache_with_other_logits_than_its_dequantised_tensors_have_is_not_time
 
 
 @pytest.mark.parametrize(
-    ("raised", "kept", "message"),
+    ("raised", "status", "kept", "message"),
     [
-        (KeyboardInterrupt, ["static"], "interrupted: what was measured follows"),
-        (RuntimeError("no kernel"), ["static", "nvfp4-plain"], "static: its largest batch was not found: RuntimeError"),
+        (KeyboardInterrupt, 130, ["static"], "interrupted: what was measured follows"),
+        (
+            RuntimeError("no kernel"),
+            0,
+            ["static", "nvfp4-plain"],
+            "static: its largest batch was not found: RuntimeError",
+        ),
     ],
     ids=["Ctrl-C", "error"],
 )
-def test_rows_outlive_the_search_for_the_largest_batch(raised, kept, message, monkeypatch, tmp_path, capsys):
+def test_rows_outlive_the_search_for_the_largest_batch(raised, status, kept, message, monkeypatch, tmp_path, capsys):
     def interrupted(*args):
         raise raised
 
@@ -176,10 +181,46 @@ def test_rows_outlive_the_search_for_the_largest_batch(raised, kept, message, mo
     monkeypatch.setattr(bench, "_largest_batch", interrupted)
     file = tmp_path / "generate.csv"
     arguments = ["bench", "generate", "--prompt", "40", "--new-tokens", "4", "--largest-batch", "--csv", str(file)]
-    assert cli.main([*arguments, "--caches", "static", "nvfp4-plain"]) == 0
+    assert cli.main([*arguments, "--caches", "static", "nvfp4-plain"]) == status
     rows = list(csv.DictReader(file.open()))
     assert [row["cache"] for row in rows] == kept and all(float(row["token_p50_ms"]) > 0 for row in rows)
     assert message in (out := capsys.readouterr().out) and "static" in out
+
+
+def test_an_interrupt_before_the_first_row_leaves_nothing_to_print(monkeypatch, capsys):
+    def measure(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "_measure", measure)
+    assert cli.main(["bench", "generate"]) == 130
+    assert "token_p50_ms" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
+def test_rows_outlive_a_full_disk(capsys):
+    arguments = ["--prompt", "8", "--new-tokens", "4", "--caches", "static", "dynamic", "--csv", "/dev/full"]
+    assert cli.main(["bench", "generate", *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert "cannot write /dev/full: No space left on device" in err and "dynamic is" in out
+
+
+def test_compile_keeps_the_start_that_was_measured(monkeypatch, tmp_path, capsys):
+    def start(command, **options):
+        if "warm" in command:
+            raise KeyboardInterrupt
+        return SimpleNamespace(
+            returncode=0,
+            stdout='{"start": "cold", "first_step_s": 9.5, "step_ms": 2.0, '
+            '"graphs_compiled": 1, "graphs_from_cache": 0}',
+        )
+
+    monkeypatch.setattr("subprocess.run", start)
+    file = tmp_path / "compile.csv"
+    assert cli.main(["bench", "compile", "--shape", "tiny", "--csv", str(file)]) == 130
+    (row,) = csv.DictReader(file.open())
+    assert (row["start"], row["first_step_s"]) == ("cold", "9.5")
+    out, err = capsys.readouterr()
+    assert "9.5" in out and "interrupted: the warm start is left out" in err
 
 
 def test_break_even_is_where_a_cache_stays_ahead():
@@ -235,8 +276,10 @@ def test_attention_beside_sdpa(tmp_path):
     assert float(rows[1]["speedup"]) == pytest.approx(float(rows[0]["p50_us"]) / float(rows[1]["p50_us"]))
 
 
-@pytest.mark.parametrize("raised", [RuntimeError("no room"), KeyboardInterrupt], ids=["error", "Ctrl-C"])
-def test_attention_keeps_the_shapes_that_were_measured(raised, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("raised", "status"), [(RuntimeError("no room"), 1), (KeyboardInterrupt, 130)], ids=["error", "Ctrl-C"]
+)
+def test_attention_keeps_the_shapes_that_were_measured(raised, status, tmp_path, monkeypatch, capsys):
     made = attention.measure
 
     def measure(args, batch, context, device):
@@ -248,7 +291,7 @@ def test_attention_keeps_the_shapes_that_were_measured(raised, tmp_path, monkeyp
     file = tmp_path / "attention.csv"
     shape = ["--heads", "2", "--kv-heads", "1", "--head-dim", "64", "--recipes", "fp8"]
     runs = ["--batch", "1", "1", "1", "--context", "20", "40", "24"]
-    assert cli.main(["bench", "attention", *shape, *runs, "--csv", str(file)]) == 1
+    assert cli.main(["bench", "attention", *shape, *runs, "--csv", str(file)]) == status
     kept = ["20", "20", "24", "24"] if isinstance(raised, RuntimeError) else ["20", "20"]
     assert [row["context"] for row in csv.DictReader(file.open())] == kept
     assert ("1 x 40 tokens: RuntimeError: no room" if len(kept) == 4 else "interrupted") in capsys.readouterr().err

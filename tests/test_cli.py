@@ -41,6 +41,31 @@ def test_a_wrong_call_exits_with_2(argv, capsys):
     assert "usage: torch-fp4kv" in capsys.readouterr().err
 
 
+def test_ctrl_c_is_status_130(monkeypatch, capsys):
+    def examine():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_reader_that_leaves_is_no_traceback():
+    code = "import sys, time; from torch_fp4kv import cli; time.sleep(0.2); sys.exit(cli.main(['doctor']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 1
+
+
+@pytest.mark.parametrize(("name", "reason"), [("nvfp4", "no device nvfp4: "), ("cuda:99", "no device cuda:99: ")])
+@pytest.mark.parametrize("command", ["demo", "eval"])
+def test_a_device_that_is_not_here_is_refused_before_anything_runs(command, name, reason, capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main([command, "--device", name])
+    assert done.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--version"])

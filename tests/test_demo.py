@@ -66,10 +66,9 @@ def test_generation_says_why_nothing_was_compiled(options, capsys, monkeypatch):
     assert "NVFP4, torch.compile: no C++ compiler" in capsys.readouterr().out
 
 
-def test_scores_prints_a_line_for_each_recipe(options, capsys):
-    options.recipes = ["nvfp4-plain", "bf16"]
+def test_scores_prints_a_line_for_each_recipe(capsys):
     model = llama(vocab_size=64)
-    demo.scores(model, Letters(), options)
+    demo.scores(model, scoring.rows_of_text(Letters(), 2, 40), ["nvfp4-plain", "bf16"])
     lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
     config = model.config
     elements = (
@@ -105,9 +104,25 @@ def test_a_missing_model_is_status_1(capsys):
     assert "no model at /nowhere/model.gguf" in capsys.readouterr().err
 
 
-def test_an_unknown_recipe_is_status_1_before_anything_is_loaded(capsys):
-    assert cli.main(["demo", "--recipes", "nvfp5"]) == 1
-    assert "unknown recipe 'nvfp5'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipes", "nvfp5"], "unknown recipe 'nvfp5'"),
+        (["--recipes", "nvfp4-max"], "needs a calibrated k_bias"),
+        (["--new-tokens", "0"], "must be 1 or more and --tokens 2 or more, got 0, 2 and 512"),
+        (["--rows", "0"], "got 32, 0 and 512"),
+        (["--tokens", "1"], "got 32, 2 and 1"),
+    ],
+)
+def test_options_that_cannot_be_are_status_1_before_anything_is_loaded(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "load", lambda *args: pytest.fail("loaded"))
+    assert cli.main(["demo", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model_is_status_1(tmp_path, capsys):
+    assert cli.main(["demo", "--model", str(tmp_path)]) == 1
+    assert str(tmp_path) in capsys.readouterr().err
 
 
 @pytest.mark.slow

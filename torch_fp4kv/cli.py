@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+
+from .console import INTERRUPTED
 
 COMMANDS = {
     "demo": ("demo", "generate with a real model and an NVFP4 cache, and score what the cache costs"),
@@ -17,7 +20,20 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; `argv` without the program's name, default `sys.argv[1:]`."""
+    """Runs one command; `argv` without the program's name, default `sys.argv[1:]`. `INTERRUPTED` after Ctrl-C, 1 where
+    what reads the output is gone."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Else the interpreter flushes into the closed pipe once more, and says that it failed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="torch-fp4kv", description="FP4 KV cache for PyTorch models.")
     parser.add_argument("--version", action="version", version=_version())

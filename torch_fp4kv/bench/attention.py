@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..console import heading, output_file, table
+from ..console import INTERRUPTED, heading, output_file, table
 from ..ops import checks
 from ..recipe import get_recipe
 from .models import batches_of
@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints, for each shape, the fastest SDPA over BF16 and each recipe; 1 if an error is beyond rounding, or nothing
-    was measured. A shape that fails does not stop the others, and Ctrl-C keeps the shapes that are done."""
+    """Prints, for each shape, the fastest SDPA over BF16 and each recipe; 1 if an error is beyond rounding or a shape
+    fails, which does not stop the others. Ctrl-C keeps the shapes that are done."""
     try:
         runs = batches_of(args.batch, args.context, "--context")
         for name in args.recipes:
@@ -78,19 +78,19 @@ def run(args: argparse.Namespace) -> int:
         return 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[Row] = []
-    failed = False
+    status = 0
     try:
         for batch, context in runs:
             try:
                 rows += measure(args, batch, context, device)
             except RuntimeError as error:
                 print(f"{batch} x {context} tokens: {type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
-                failed = True
+                status = 1
     except KeyboardInterrupt:
         print("interrupted: the shapes that were measured follow", file=sys.stderr)
-        failed = True
+        status = INTERRUPTED
     if not rows:
-        return 1
+        return status
     heading("Attention of one token a row (speed-up over the fastest SDPA)")
     table([[f.name for f in fields(Row)], *[[cell(value) for value in asdict(row).values()] for row in rows]])
     if args.csv is not None:
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"{row.cache}, {row.batch} x {row.context}: an error of {row.error:.3g} is beyond rounding", file=sys.stderr
         )
-    return 1 if failed or wrong else 0
+    return status or int(bool(wrong))
 
 
 @torch.no_grad()

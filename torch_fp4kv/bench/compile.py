@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 
 from .. import demo
-from ..console import heading, output_file, table
+from ..console import INTERRUPTED, heading, output_file, table
 from ..evaluation.scoring import model_name
 from ..recipe import get_recipe
 from ..startup import graph_counts
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts twice and prints both; 1 if a start fails or the warm one compiled anything."""
+    """Starts twice and prints both; 1 if a start fails or the warm one compiled anything. Ctrl-C keeps the cold one."""
     args.model = args.model or (None if args.shape else demo.packaged_model())
     try:
         if args.model is None and args.shape is None:
@@ -71,22 +71,32 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     given = {**vars(args), "model": args.model and str(args.model), "csv": None}
-    starts = []
-    with tempfile.TemporaryDirectory() as folder:
+    starts: list[Start] = []
+    # A compiler that outlives an interrupted start may still write there.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
         for name in STARTS:
             print(f"{name} start …", file=sys.stderr, flush=True)
             command = [sys.executable, "-m", "torch_fp4kv.bench.compile", name, json.dumps(given)]
-            done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True)
+            try:
+                # In a session of its own Ctrl-C does not reach it: `run` ends it.
+                done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, start_new_session=True)
+            except KeyboardInterrupt:
+                print(f"interrupted: the {name} start is left out", file=sys.stderr)
+                break
             if done.returncode:
                 print(f"the {name} start failed: its error is above", file=sys.stderr)
                 return 1
             starts.append(Start(**json.loads(done.stdout.splitlines()[-1])))
+    if not starts:
+        return INTERRUPTED
     heading("Seconds of the first compiled step, each in a new process, and milliseconds of a later one")
     table([[f.name for f in fields(Start)], *[[cell(value) for value in asdict(s).values()] for s in starts]])
     if args.csv is not None:
         constants = {"model": args.shape or model_name(args.model), "recipe": args.recipe, **environment()}
         write_csv(args.csv, [asdict(start) for start in starts], constants)
+    if len(starts) < len(STARTS):
+        return INTERRUPTED
     return 0 if starts[-1].graphs_compiled == 0 else 1
 
 

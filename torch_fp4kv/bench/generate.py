@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..console import heading, output_file, progress, table
+from ..console import INTERRUPTED, heading, output_file, progress, table
 from ..evaluation.peers import PEERS
 from ..evaluation.scoring import model_name
 from ..recipe import get_recipe
@@ -89,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs every cache on every batch and prompt; a failing one does not stop the others, Ctrl-C keeps what is done."""
+    """Runs every cache on every batch and prompt; a failing one does not stop the others, Ctrl-C keeps what is done.
+    1 if nothing was measured, or a file could not be written."""
     try:
         check_source(args)
         runs = batches_of(args.batch, args.prompt, "--prompt")
@@ -106,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     rows: list[Row] = []
+    interrupted = unsaved = False
     constants = {
         "model": model_name(args.model) if args.model else args.shape,
         "layers": str(num_layers),
@@ -113,8 +115,13 @@ def run(args: argparse.Namespace) -> int:
     }
 
     def save() -> None:
-        if args.csv is not None:
-            write_csv(args.csv, [asdict(row) for row in rows], constants)
+        nonlocal unsaved
+        if args.csv is not None and not unsaved:
+            try:
+                write_csv(args.csv, [asdict(row) for row in rows], constants)
+            except OSError as error:
+                print(f"cannot write {args.csv}: {error.strerror}", file=sys.stderr)
+                unsaved = True
 
     try:
         for batch, prompt in runs:
@@ -134,6 +141,9 @@ def run(args: argparse.Namespace) -> int:
                     save()
     except KeyboardInterrupt:
         print("interrupted: what was measured follows")
+        interrupted = True
+    if not rows:
+        return INTERRUPTED
     _print(rows)
     for line in break_even(rows):
         print(line)
@@ -141,7 +151,9 @@ def run(args: argparse.Namespace) -> int:
         from .picture import draw
 
         draw(args.png, rows)
-    return 0 if rows and not all(row.failed for row in rows) else 1
+    if interrupted:
+        return INTERRUPTED
+    return int(unsaved or all(row.failed for row in rows))
 
 
 def break_even(rows: Sequence[Row]) -> list[str]:

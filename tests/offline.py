@@ -28,6 +28,12 @@ class Compiled:
         """How many instructions begin with one of `mnemonics`."""
         return sum(instruction.startswith(mnemonics) for instruction in self.instructions)
 
+    def waits_first(self, *, triggers: bool) -> bool:
+        """Whether the launch is ahead of time and the kernel waits for what came before, first, then, if it `triggers`,
+        lets the next one start (which may read what came before without a wait of its own)."""
+        order = [x for x in self.instructions if x.startswith(("ACQBULK", "PREEXIT", "LDG", "STG", "ATOM", "RED"))]
+        return self.ahead and order[0] == "ACQBULK" and (order[1] == "PREEXIT") == triggers == self.count("PREEXIT")
+
     @property
     def spills(self) -> int:
         """Loads from and stores to local memory."""

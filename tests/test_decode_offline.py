@@ -224,6 +224,21 @@ def test_machine_code(name: str, capability: int) -> None:
 
 @compiles
 @pytest.mark.parametrize("capability", [80, 90, 120], ids="sm_{}".format)
+@pytest.mark.parametrize("group", [4, 8], ids="group {}".format)
+def test_kernels_are_launched_ahead_and_wait_before_they_read(group: int, capability: int) -> None:
+    kernel, merge = (code.kernel for code in compiled(call(group=group), capability))
+    if capability < 90:
+        assert not any(k.ahead or k.count("PREEXIT", "ACQBULK") for k in (kernel, merge))
+        return
+    assert kernel.waits_first(triggers=True)
+    # Lengths, which it reads before, are from before the kernel that it follows.
+    assert merge.ahead and merge.count("ACQBULK") == 1
+    before = merge.instructions[: merge.instructions.index("ACQBULK")]
+    assert not [x for x in before if x.startswith(("LDGSTS", "STG"))]
+
+
+@compiles
+@pytest.mark.parametrize("capability", [80, 90, 120], ids="sm_{}".format)
 def test_every_option_compiles(capability: int) -> None:
     exact = {name: torch.empty(1, 8, 133, 128, dtype=torch.bfloat16) for name in ("k_exact", "v_exact")}
     rows = dict.fromkeys(("exact_from", "starts", "q_lengths"), ROW)

@@ -326,6 +326,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             **p.shape,
             num_warps=1,
             maxnreg=p.config.registers,
+            launch_pdl=pdl,
         )
         merge_kernel[(batch * q.shape[1] * queries, -(-dv // p.merge_elements))](
             partial_out,

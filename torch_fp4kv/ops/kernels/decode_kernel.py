@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language import debug_barrier
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .decode_common import (
     CODE_SCALE,
@@ -147,6 +147,8 @@ def decode_kernel(
     V_SCALES: gl.constexpr = linear(v_scale_map(N, DVP))
     multipliers = (multiplier_1, multiplier_5, multiplier_9)
     if PDL:
+        # In this order, as the merge reads lengths before it waits.
+        gdc_wait()
         gdc_launch_dependents()
 
     rows_heads = batch * H

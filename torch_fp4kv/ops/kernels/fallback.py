@@ -61,9 +61,11 @@ def launch(
 ) -> tuple[Tensor, Tensor | None]:
     """Serves `call` given what stored keys meet (None: `call.q`) and what is added to their scores.
 
-    `kernel` gives what is launched for a kernel, such as what a tracer records; with `pdl` the merge is launched ahead
-    of time, by programmatic dependent launch.
+    `kernel` gives what is launched for a kernel, such as what a tracer records; with `pdl` kernels are launched ahead of
+    time, by programmatic dependent launch, and wait themselves for what came before.
     """
+    # Only Triton itself, for NVIDIA, knows this option.
+    ahead = {"launch_pdl": True} if pdl else {}
     call = call.dense()
     q, device = call.q, call.q.device
     batch, query_heads, queries, d = q.shape
@@ -178,6 +180,7 @@ def launch(
             N=n,
             STAGES=stages,
             num_warps=warps,
+            **ahead,
         )
         if partial:
             block_dv = min(block_dv, 32)
@@ -197,8 +200,7 @@ def launch(
                 PDL=pdl,
                 FAST=FAST,
                 num_warps=4,
-                # Only Triton itself, for NVIDIA, knows this option.
-                **({"launch_pdl": True} if pdl else {}),
+                **ahead,
             )
     return out, lse
 

@@ -425,6 +425,7 @@ def attention_kernel(
     (log-sum-exp in base 2, sink not in) for `merge_kernel`; of a query that sees nothing of a split the second alone.
     """
     if PDL:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # Triton passes Python's floats as float32, a program of Inductor as float64, in which all products would be.
     scale = tl.cast(scale, tl.float32)

@@ -406,4 +406,6 @@ def test_backend_that_serves_can_be_asked_for_and_named() -> None:
     choice = torch_fp4kv.explain(**fields)
     assert choice.name == "torch"
     assert "the tensors are on cpu" in choice.passed_over["triton"]
+    # As `attention` takes them.
+    assert torch_fp4kv.explain(**{**fields, "k_global": 0.5, "v_global": 0.25}) == choice
     assert torch.equal(run(call, backend="torch")[0], run(call)[0])

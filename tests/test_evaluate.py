@@ -243,6 +243,17 @@ def test_command_without_a_model(tmp_path, capsys):
     assert "no field 'colour'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ids", [[1] * 2000, text(2000) - 9, text(2000) + VOCABULARY, text(2000) / 2])
+def test_a_file_that_holds_no_token_ids(ids, tmp_path, capsys):
+    model_of("llama").save_pretrained(tmp_path / "model")
+    torch.save(ids, tmp_path / "ids.pt")
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    source = ["--model", str(tmp_path / "model"), "--text", str(tmp_path / "ids.pt"), "--device", "cpu"]
+    assert evaluate.run(parser.parse_args(source)) == 1
+    assert f"ids.pt must hold a tensor of token ids, 0 to {VOCABULARY - 1}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

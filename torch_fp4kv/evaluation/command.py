@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         parsed = {name: parse_recipe(name) for name in args.recipes}
         alone = parse_recipe(args.sensitivity) if args.sensitivity else None
         model, tokenizer = _load(args)
-        ids = _token_ids(args.text, tokenizer)
+        ids = _token_ids(args.text, tokenizer, model.config.get_text_config(decoder=True).vocab_size)
         tasks = tasks_of(ids, args.rows, args.tokens, tuple(args.copy), args.spacing, args.calibration_rows)
         calibration_rows = [ids[i * args.spacing :][: args.spacing][None] for i in range(args.calibration_rows)]
         calibration_rows = [row.to(model.device) for row in calibration_rows]
@@ -250,11 +250,13 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     return model.eval().to(args.device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer
 
 
-def _token_ids(text: str | None, tokenizer: Any) -> Tensor:
-    """int64 `[N]`."""
+def _token_ids(text: str | None, tokenizer: Any, vocabulary: int) -> Tensor:
+    """int64 `[N]`; ValueError where a file has something else."""
     if text and text.endswith(".pt"):
-        ids: Tensor = torch.load(text, weights_only=True).flatten()
-        return ids
+        ids = torch.load(text, weights_only=True)
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or ((ids < 0) | (ids >= vocabulary)).any():
+            raise ValueError(f"{text} must hold a tensor of token ids, 0 to {vocabulary - 1}")
+        return ids.flatten().long()
     content = Path(text).read_text(encoding="utf-8") if text else scoring.documentation_text()
     ids = tokenizer(content, return_tensors="pt", verbose=False).input_ids
     return ids[0]  # type: ignore[no-any-return]

@@ -96,14 +96,16 @@ def explain(
     k_scales: Tensor | None,
     v_data: Tensor,
     v_scales: Tensor | None,
-    k_global: Tensor,
-    v_global: Tensor,
+    k_global: float | Tensor,
+    v_global: float | Tensor,
     lengths: Tensor,
     *,
     backend: str = "auto",
     **options: Any,
 ) -> backends.Choice:
     """Which backend would serve `attention(…)` with these arguments, and why the others would not. Runs nothing."""
+    k_global = checks.global_scale(k_global, q.device, "k_global")
+    v_global = checks.global_scale(v_global, q.device, "v_global")
     call = AttentionCall(q, k_data, k_scales, v_data, v_scales, k_global, v_global, lengths, **options)
     _check(call)
     return backends.explain(call, backend)

@@ -131,6 +131,47 @@ def test_whole_models_of_the_readme_are_those_measured():
 
 
 @pytest.mark.skipif(not PAGES, reason="the documentation is in the checkout, not in the package")
+def test_a_first_call_of_the_readme_is_as_measured():
+    seconds = {row["cache"]: row["warm_up_s"] for row in rows_of("generate.csv") if row["prompt"] == "2048"}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    figures = re.search(
+        r"the first call took (\d+) s on an H200, (\d+) with `StaticCache`\n\(batch 1 × 2k;", text
+    ).groups()
+    assert rounded_to(figures[0], seconds["nvfp4"]) and rounded_to(figures[1], seconds["static"])
+
+
+@pytest.mark.skipif(not PAGES, reason="the documentation is in the checkout, not in the package")
+def test_speeds_beside_flashinfer_are_those_measured():
+    cases = {
+        "decode, 64 rows of 8k": "decode B 64 × 8192",
+        "decode, 16 rows of 16k": "decode B 16 × 16384",
+        "decode, 1 row of 128k": "decode B 1 × 131072",
+        "decode, 1 row of 8k": "decode B 1 × 8192",
+        "prefill, 2k tokens over 32k": "prefill 2048 over 32768",
+    }
+    measured = {(row["case"], row["implementation"]): row for row in rows_of("flashinfer.csv")}
+    table = table_rows("docs/backends.md", "(decode|prefill), ", 5)
+    rows = {row[0].removesuffix(" token"): row[1:] for row in table}
+    assert set(rows) == set(cases)
+    ratios = []
+    for name, (ours, *theirs) in rows.items():
+        kernel = "triton-gluon" if name.startswith("decode") else "triton-prefill"
+        shown = [(kernel, ours, None)]
+        for kernel, cell in zip(("NVFP4", "BF16", "FP8"), theirs, strict=True):
+            shown.append((f"FlashInfer FA2 {kernel}", *re.match(r"(.*) \(([\d.]+)\)", cell).groups()))
+        for kernel, time, ratio in shown:
+            row = measured[cases[name], kernel]
+            figure, microseconds = re.match(r"([\d.]+)( µ)?", time).groups()
+            assert rounded_to(figure, str(float(row["p50_ms"]) * (1e3 if microseconds else 1))), (name, kernel)
+            assert ratio is None or rounded_to(ratio, row["speed_of_ours"]), (name, kernel)
+        if name.startswith("decode") and name != "decode, 1 row of 8k":
+            ratios.append(shown[1][2])
+    assert f"{min(ratios)} to {max(ratios)} times as fast as its NVFP4" in (ROOT / "README.md").read_text(
+        encoding="utf-8"
+    )
+
+
+@pytest.mark.skipif(not PAGES, reason="the documentation is in the checkout, not in the package")
 @pytest.mark.parametrize(
     ("page", "num_cells", "columns"),
     [("README.md", 5, (2, 3, 1)), ("docs/recipes.md", 8, (1, 4, 7))],

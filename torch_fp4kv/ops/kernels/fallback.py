@@ -61,8 +61,8 @@ def launch(
 ) -> tuple[Tensor, Tensor | None]:
     """Serves `call` given what stored keys meet (None: `call.q`) and what is added to their scores.
 
-    `kernel` gives what is launched for a kernel, such as what a tracer records; with `pdl` kernels are launched ahead of
-    time, by programmatic dependent launch, and wait themselves for what came before.
+    `kernel` gives what is launched for a kernel, such as what a tracer records; with `pdl` kernels are launched ahead
+    of time, by programmatic dependent launch, and wait themselves for what came before.
     """
     # Only Triton itself, for NVIDIA, knows this option.
     ahead = {"launch_pdl": True} if pdl else {}

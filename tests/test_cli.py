@@ -15,6 +15,7 @@ import torch
 
 import torch_fp4kv
 from torch_fp4kv import cli, doctor
+from torch_fp4kv.ops.call import AttentionCall
 
 
 def test_help_names_every_command(capsys):
@@ -119,6 +120,20 @@ def test_doctor_returns_1_where_nothing_works(monkeypatch, capsys, broken, probl
     printed = capsys.readouterr().out
     assert problem in printed
     assert "not usable" in printed
+
+
+def test_doctor_s_round_trip_is_one_that_the_first_kernel_takes(monkeypatch):
+    """On a GPU another would be tried in place of the one that the report names."""
+    decode = pytest.importorskip("torch_fp4kv.ops.kernels.decode", exc_type=ImportError)
+    reasons = []
+
+    def attention(*arguments, **options):
+        reasons.append(decode.unsupported(AttentionCall(*arguments, **options)))
+        return torch_fp4kv.attention(*arguments, **options)
+
+    monkeypatch.setattr(doctor.ops, "attention", attention)
+    doctor._round_trip(torch.device("cpu"))
+    assert reasons == [None]
 
 
 def test_doctor_says_where_a_compiler_is_missing(monkeypatch):

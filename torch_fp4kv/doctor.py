@@ -193,11 +193,12 @@ def _paged_round_trip(device: torch.device, backend: str, v_scale_layout: str) -
 
 
 def _round_trip(device: torch.device, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Words, scales and output of one query over 5 tokens, in a cache that every kernel takes."""
     generator = torch.Generator().manual_seed(0)
     k, v, q = (torch.randn(1, heads, 5, 64, generator=generator) for heads in (2, 2, 4))
     k, v, q = k.to(device), v.to(device), q[:, :, -1:].to(device)
-    words = [torch.zeros(1, 2, 16, 4, dtype=torch.int64, device=device) for _ in range(2)]
-    scales = [torch.zeros(1, 2, 16, 4, dtype=torch.uint8, device=device) for _ in range(2)]
+    words = [torch.zeros(1, 2, 128, 4, dtype=torch.int64, device=device) for _ in range(2)]
+    scales = [torch.zeros(1, 2, 128, 4, dtype=torch.uint8, device=device) for _ in range(2)]
     one = torch.full((), 2.0**-6, device=device)
     slots = torch.arange(5, device=device)[None]
     stored = (words[0], scales[0], words[1], scales[1])

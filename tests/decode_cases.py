@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import calls
@@ -99,3 +101,21 @@ def compare(c: AttentionCall, out: Tensor, lse: Tensor | None, tolerance: float 
     assert torch.equal(lse == -torch.inf, unseen)
     assert torch.all(out[unseen] == 0)
     assert float((lse - expected_lse)[~unseen].abs().max() if (~unseen).any() else 0.0) < 1e-3
+
+
+def check_hidden_by_the_lowest_number(
+    c: AttentionCall, run: Callable[[AttentionCall], tuple[Tensor, Tensor | None]]
+) -> None:
+    """Queries after the first, whose keys a mask all hides by its dtype's lowest number, get the mean of the values."""
+    for dtype in (torch.float32, torch.bfloat16):
+        mask = torch.zeros(c.q.shape[0], 1, c.q.shape[2], int(c.lengths.max()), dtype=dtype)
+        mask[:, :, 1:] = torch.finfo(dtype).min
+        mask[..., 9] = torch.finfo(dtype).min
+        mask[..., 7] = -torch.inf
+        hidden = replace(c, mask=mask)
+        out, lse = run(hidden)
+        expected, expected_lse = oracle.attend(hidden)
+        assert float((out - expected).norm()) <= 1e-3 * float(expected.norm())
+        assert lse is not None
+        assert float((lse - expected_lse)[:, :, 0].abs().max()) < 1e-3
+        assert torch.all((lse[:, :, 1:] < -1e38) & lse[:, :, 1:].isfinite())

@@ -130,7 +130,7 @@ def _row(
         scores = torch.cat([scores, sink], dim=-1)
         v = torch.cat([v, v.new_zeros(v.shape[0], 1, v.shape[2])], dim=1)
     lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    weights = torch.where(lse[..., None] == -torch.inf, 0.0, torch.softmax(scores, -1))
     return weights @ v, lse
 
 

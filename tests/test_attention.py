@@ -9,6 +9,7 @@ import oracle
 import pytest
 import torch
 from calls import equalized, make, run, strided, with_everything
+from decode_cases import check_hidden_by_the_lowest_number
 from torch import Tensor
 
 import torch_fp4kv
@@ -138,6 +139,11 @@ def test_mask_of_every_broadcast_shape(shape: tuple[int, ...], kind: str) -> Non
         mask = torch.zeros(shape).masked_fill(~visible, torch.finfo(torch.float32).min)
     check(lengths=(37, 11), num_queries=QUERIES, mask=mask)
     check(lengths=(37, 11), num_queries=QUERIES, mask=mask, new=True, num_sink_tokens=2, ring=4, page_size=8)
+
+
+def test_keys_all_hidden_by_the_lowest_number() -> None:
+    call = make(lengths=(90, 33), capacity=128, num_queries=3, ring=20, out_dtype=torch.float32)
+    check_hidden_by_the_lowest_number(call, run)
 
 
 @pytest.mark.parametrize("columns", [1, 20, 36, 37, 200])

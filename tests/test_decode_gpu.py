@@ -10,7 +10,7 @@ import calls
 import oracle
 import pytest
 import torch
-from decode_cases import CASES, HEAD_SIZES, call, compare
+from decode_cases import CASES, HEAD_SIZES, call, check_hidden_by_the_lowest_number, compare
 from torch import Tensor
 
 from torch_fp4kv.ops.call import AttentionCall
@@ -69,6 +69,17 @@ def test_masks(options: dict[str, Any]) -> None:
         check(replace(c, mask=torch.randn(shape).masked_fill(~visible, -torch.inf), causal=False))
         check(replace(c, mask=torch.randn(shape, dtype=torch.bfloat16)))
     check(replace(c, mask=torch.zeros(2, 1, 1, 200, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize("name", ["decode", "fallback"])
+def test_keys_all_hidden_by_the_lowest_number(name: str) -> None:
+    kernel = pytest.importorskip(f"torch_fp4kv.ops.kernels.{name}", exc_type=ImportError)
+
+    def run(c: AttentionCall) -> tuple[Tensor, Tensor]:
+        out, lse = kernel.run(on_gpu(c))
+        return out.cpu(), lse.cpu()
+
+    check_hidden_by_the_lowest_number(call(num_queries=3, ring=20), run)
 
 
 @pytest.mark.parametrize("options", [{}, {"ring": 24, "num_sink_tokens": 4}], ids=["stored", "with exact"])

@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from decode_cases import CASES, call, compare
+from decode_cases import CASES, call, check_hidden_by_the_lowest_number, compare
 
 from torch_fp4kv.ops.format import constants
 
@@ -112,6 +112,11 @@ def test_nothing_to_do(rows: int, queries: int) -> None:
     out, lse = decode.run(c)
     assert lse is not None
     assert (out.shape, lse.shape) == ((rows, 4, queries, 128), (rows, 4, queries))
+
+
+def test_keys_all_hidden_by_the_lowest_number() -> None:
+    with ptx.launches():
+        check_hidden_by_the_lowest_number(call(num_queries=3, ring=20), decode.run)
 
 
 def test_strided_numbers_of_rows_and_heads() -> None:

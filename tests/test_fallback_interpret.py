@@ -17,7 +17,7 @@ import offline
 import oracle
 import pytest
 import torch
-from decode_cases import CASES, compare
+from decode_cases import CASES, check_hidden_by_the_lowest_number, compare
 from kernel_cases import PREFILLS
 
 pytest.importorskip("triton")
@@ -101,6 +101,14 @@ def test_masks_sinks_and_shifted_keys(options: dict[str, Any]) -> None:
     check(replace(c, sink_logits=torch.randn(4) * 3))
     check(replace(c, **calls.equalized()))
     check(replace(c, k_global=torch.tensor([0.01, 0.05]), v_global=torch.tensor([0.05, 0.01])))
+
+
+@interpreted
+def test_keys_all_hidden_by_the_lowest_number() -> None:
+    from torch_fp4kv.ops.kernels import fallback
+
+    c = calls.make(lengths=(90, 33), capacity=128, num_queries=3, ring=20, return_lse=True, out_dtype=torch.float32)
+    check_hidden_by_the_lowest_number(c, fallback.run)
 
 
 @interpreted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .decode_common import LOG2E, fold, fold_weights
+from .decode_common import LOG2E, LOWEST, fold, fold_weights
 from .decode_layouts import out_map
 from .decode_operands import linear
 
@@ -43,7 +43,8 @@ def final_scores(
         if MASK == 1:
             s = gl.where(gl.load(pointers, mask=inside, other=0) != 0, s, -float("inf"))
         else:
-            s += gl.load(pointers, mask=inside, other=-float("inf")).to(gl.float32) * LOG2E
+            added = gl.load(pointers, mask=inside, other=-float("inf")).to(gl.float32)
+            s += gl.where(added == -float("inf"), added, gl.maximum(added, LOWEST) * LOG2E)
     return s
 
 

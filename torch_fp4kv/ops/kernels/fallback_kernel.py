@@ -16,6 +16,8 @@ MERGE_SPLITS = tl.constexpr(128)
 """Splits that the merge takes at once."""
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-(2.0**127))
+"""Lower numbers of a mask count as this one, which stays finite in units of log2(e): they hide less than -inf does."""
 CODE_SCALE = tl.constexpr(16384.0)
 """Decoded 4-bit values lack this factor."""
 
@@ -297,7 +299,8 @@ def _visible_scores(
         if MASK == 1:
             visible = visible & (tl.load(at, mask=visible, other=0) != 0)
         else:
-            scores += tl.load(at, mask=visible, other=0.0).to(tl.float32) * LOG2E
+            added = tl.load(at, mask=visible, other=0.0).to(tl.float32)
+            scores += tl.where(added == float("-inf"), added, tl.maximum(added, LOWEST) * LOG2E)
     return tl.where(visible, scores, float("-inf"))
 
 

@@ -20,6 +20,8 @@ import torch
 from torch_fp4kv.ops.call import AttentionCall
 
 pytest.importorskip("triton")
+import triton
+
 from torch_fp4kv.ops.kernels import decode
 from torch_fp4kv.ops.kernels import decode_layouts as layouts
 from torch_fp4kv.ops.kernels.nvfp4 import INTERPRETED
@@ -260,6 +262,19 @@ def test_every_option_compiles(capability: int) -> None:
     kernel, merge = compiled(c, capability)
     assert merge.kernel.spills == 0
     assert kernel.kernel.spills <= 60
+
+
+@compiles
+def test_batches_share_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled for another number of rows, over which the work is spread in another way."""
+    names: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda fn, **_: names.append(fn.name))
+    for rows in (5, 17, 150):
+        names.clear()
+        c = call(block_table=torch.zeros(rows, 128, dtype=torch.int32))
+        compiled(replace(c, q=c.q.repeat(rows, 1, 1, 1), lengths=c.lengths.repeat(rows)), 90)
+        assert names, "the merge of these is another"
+        assert rows == 5 or not any("decode_kernel" in name for name in names)
 
 
 @compiles

@@ -39,7 +39,7 @@ from .decode_operands import (
 from .decode_results import final_scores, fold_waiting, put_aside, store_partial, visible_tokens
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tile_limit", "program_limit"])
 def decode_kernel(
     q,
     k_data,

@@ -192,7 +192,7 @@ def add_sets(
     return state
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tile_limit", "program_limit"])
 def merge_kernel(
     partial_out,
     partial_max,

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-LOWEST = gl.constexpr(-2.0**127)
+LOWEST = gl.constexpr(-(2.0**127))
 """Lower numbers of a mask count as this one, which stays finite in units of log2(e): they hide less than -inf does."""
 CODE_SCALE = gl.constexpr(16384.0)
 """Unpacked K and V lack this factor."""

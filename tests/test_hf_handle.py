@@ -49,6 +49,12 @@ def test_sdpa_in_each_form_that_models_use(handles):
     q = torch.randn(2, 4, 20, 64)
     want = attend(q, k, v)
     forms = {
+        "matmul by keyword": torch.matmul(
+            input=(q @ key.transpose(2, 3).repeat_interleave(2, 1) / 8)[..., :20]
+            .masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), float("-inf"))
+            .softmax(-1),
+            other=value[:, :, :20].repeat_interleave(2, 1),
+        ),
         "enable_gqa": F.scaled_dot_product_attention(q, key, value, is_causal=True, enable_gqa=True),
         "repeat_kv": F.scaled_dot_product_attention(q, repeat_kv(key, 2), repeat_kv(value, 2), is_causal=True),
         "repeat_interleave": F.scaled_dot_product_attention(
@@ -92,6 +98,8 @@ def test_packed_query_heads_of_one_token(handles):
         ("reshape", lambda k: k.reshape(2, 2, -1)),
         ("to\\(", lambda k: k.to(torch.float16)),
         ("repeat_interleave", lambda k: torch.repeat_interleave(k, 2, dim=2)),
+        ("repeat_interleave", lambda k: torch.repeat_interleave(input=k, repeats=torch.tensor([1, 3]), dim=1)),
+        ("matmul", lambda k: torch.matmul(input=k, other=torch.ones(64, 2))),
     ],
 )
 def test_what_it_cannot_do_names_the_operation_and_the_way_out(handles, name, use):
@@ -115,6 +123,24 @@ def test_keys_of_one_layer_and_values_of_another_are_refused(handles):
     _, other = NVFP4Cache(llama().config, 32).update(k, v, 0)
     with pytest.raises(TypeError, match="from one layer"):
         F.scaled_dot_product_attention(torch.randn(2, 4, 20, 64), key, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "attend"),
+    [
+        ("V in place of K", lambda q, k, v: F.scaled_dot_product_attention(q, v, k, enable_gqa=True)),
+        ("K in place of V", lambda q, k, v: F.scaled_dot_product_attention(q, k, k, enable_gqa=True)),
+        ("1 rows", lambda q, k, v: F.scaled_dot_product_attention(q[:1], k, v, enable_gqa=True)),
+        (
+            "is_causal of 4 queries",
+            lambda q, k, v: F.scaled_dot_product_attention(q[:, :, :4], k, v, is_causal=True, enable_gqa=True),
+        ),
+    ],
+)
+def test_attention_that_would_be_another_than_asked_for_is_refused(handles, name, attend):
+    key, value, *_ = handles
+    with pytest.raises(TypeError, match=name):
+        attend(torch.randn(2, 4, 20, 64), key, value)
 
 
 @pytest.mark.parametrize("implementation", ["flex_attention"])

@@ -158,18 +158,22 @@ class KVHandle:
         if func is F.scaled_dot_product_attention:
             return _scaled_dot_product_attention(*args, **kwargs)
         if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
-            left, right = args[0], args[1]
-            if isinstance(right, KVHandle) and isinstance(left, Tensor):
-                return torch.matmul(left, right.materialize())
-        if func is torch.repeat_interleave and isinstance(args[0], KVHandle):
+            return _matmul(*args, **kwargs)
+        if func is torch.repeat_interleave:
             return _repeat_interleave(*args, **kwargs)
         _refuse(getattr(func, "__name__", str(func)))
 
 
-def _repeat_interleave(handle: KVHandle, repeats: int, dim: int | None = None) -> KVHandle:
-    if dim in (1, -3) and not handle.inserted:
-        return handle._with(repeats=handle.repeats * repeats)
-    _refuse(f"repeat_interleave along dim {dim}")
+def _matmul(input: Tensor | KVHandle, other: Tensor | KVHandle) -> Tensor:
+    if isinstance(input, KVHandle) or not isinstance(other, KVHandle):
+        _refuse("matmul from the left")
+    return torch.matmul(input, other.materialize())
+
+
+def _repeat_interleave(input: KVHandle, repeats: int | Tensor, dim: int | None = None) -> KVHandle:
+    if isinstance(repeats, Tensor) or dim not in (1, -3) or input.inserted:
+        _refuse(f"repeat_interleave of {repeats} along dim {dim}")
+    return input._with(repeats=input.repeats * repeats)
 
 
 def _scaled_dot_product_attention(
@@ -188,6 +192,10 @@ def _scaled_dot_product_attention(
     """
     if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)) or key.update is not value.update:
         _refuse("scaled_dot_product_attention where K and V are not both from one layer of the cache")
+    if not key.is_key or value.is_key:
+        _refuse("scaled_dot_product_attention with V in place of K, or K in place of V,")
+    if query.shape[0] != key.batch:
+        _refuse(f"scaled_dot_product_attention of {query.shape[0]} rows of queries and {key.batch} of K")
     if dropout_p:
         raise ValueError(f"attention over a quantised cache is for inference: dropout_p must be 0, got {dropout_p}")
     update = key.update
@@ -198,6 +206,8 @@ def _scaled_dot_product_attention(
     attn_mask = _mask_over(key, attn_mask)
     # One new token's query heads may be packed into the query axis: [B, H, G, D] for [B, H · G, 1, D].
     packed = update.num_new == 1 and query.shape[2] != 1
+    if is_causal and not packed and query.shape[2] != update.num_new:
+        _refuse(f"scaled_dot_product_attention with is_causal of {query.shape[2]} queries for {update.num_new} tokens")
     if not packed:
         return update.attend(query, mask=attn_mask, causal=is_causal, scale=scale)
     batch, heads, group, dim = query.shape

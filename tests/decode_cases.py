@@ -11,6 +11,7 @@ import oracle
 import torch
 from torch import Tensor
 
+from torch_fp4kv.ops.attention import LARGEST_WINDOW
 from torch_fp4kv.ops.call import AttentionCall
 
 BIAS = torch.linspace(-0.5, 0.5, 128).repeat(2, 1)
@@ -34,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "left padding": {"starts": (7, 64), "lengths": (150, 130)},
     "window": {"window": 17, "lengths": (300, 9)},
     "window over queries": {"window": 17, "num_queries": 4, "lengths": (300, 20)},
+    "largest window, more queries than tokens": {"window": LARGEST_WINDOW, "num_queries": 16, "lengths": (70, 2)},
     "soft-cap": {"softcap": 5.0},
     "ring": {"lengths": (300, 150), "capacity": 128},
     "ring of 16s": {"lengths": (300, 150), "capacity": 80, "num_queries": 2},

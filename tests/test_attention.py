@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -13,6 +14,8 @@ from decode_cases import check_hidden_by_the_lowest_number
 from torch import Tensor
 
 import torch_fp4kv
+from torch_fp4kv.ops import backends, torch_attention
+from torch_fp4kv.ops.attention import LARGEST_WINDOW
 
 FORMATS = ("nvfp4", "fp8", "block-fp4", "exact")
 
@@ -144,6 +147,18 @@ def test_mask_of_every_broadcast_shape(shape: tuple[int, ...], kind: str) -> Non
 def test_keys_all_hidden_by_the_lowest_number() -> None:
     call = make(lengths=(90, 33), capacity=128, num_queries=3, ring=20, out_dtype=torch.float32)
     check_hidden_by_the_lowest_number(call, run)
+
+
+@pytest.mark.parametrize("window", [2**31, 2**63 - 1])
+def test_kernels_get_a_window_that_int32_holds(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = []
+
+    def module(_name: str) -> Any:
+        return SimpleNamespace(run=lambda call: windows.append(call.window) or torch_attention.run(call))
+
+    monkeypatch.setattr(backends, "attention_module", module)
+    check(lengths=(63, 2), num_queries=3, window=window)
+    assert windows == [LARGEST_WINDOW]
 
 
 @pytest.mark.parametrize("columns", [1, 20, 36, 37, 200])

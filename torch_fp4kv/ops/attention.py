@@ -41,6 +41,7 @@ log-sum-exp of the scores, sink included, float32 `[B, Hq, L]`.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ from torch import Tensor
 from . import backends, checks
 from ._library import define
 from .call import AttentionCall, head_dim_of
+
+LARGEST_WINDOW = 1 << 30
+"""A larger one hides as little, and would not fit into the int32 of positions."""
 
 _ARGUMENTS = (
     "Tensor q, Tensor k_data, Tensor? k_scales, Tensor v_data, Tensor? v_scales, Tensor k_global, Tensor v_global, "
@@ -272,6 +276,8 @@ def _body_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 def _run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     if call.q.device.type == "cpu":
         _check_values(call)
+    if call.window > LARGEST_WINDOW:
+        call = replace(call, window=LARGEST_WINDOW)
     name = backends.choose("attention", call.q.device, call.backend, call).name
     out: tuple[Tensor, Tensor | None] = backends.attention_module(name).run(call)
     return out

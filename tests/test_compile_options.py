@@ -21,7 +21,7 @@ from torch_fp4kv import lowering
 @pytest.fixture(autouse=True)
 def _as_found() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(force_disable_caches=True, pre_grad_custom_pass=None):
         yield
     fp4.disable()
 
@@ -81,6 +81,22 @@ def test_disable_leaves_a_pass_that_was_set_after_enable(user_pass: CountingPass
     with torch._inductor.config.patch(pre_grad_custom_pass=user_pass):
         fp4.disable()
         assert torch._inductor.config.pre_grad_custom_pass is user_pass
+
+
+def test_enable_again_adds_to_a_pass_that_was_set_since(user_pass: CountingPass) -> None:
+    config, before = torch._inductor.config, rewritten()
+    found = config.pre_grad_custom_pass, config.score_fusion_memory_threshold
+    with config.patch(pre_grad_custom_pass=None):
+        fp4.enable()
+    fp4.enable()
+    config.pre_grad_custom_pass = user_pass
+    fp4.enable()
+    torch.compile(attend, fullgraph=True)(*arguments())
+    assert (rewritten(), user_pass.calls) == (before + 1, 1)
+    fp4.disable()
+    assert config.pre_grad_custom_pass is user_pass
+    config.pre_grad_custom_pass = None
+    assert (config.pre_grad_custom_pass, config.score_fusion_memory_threshold) == found
 
 
 @pytest.mark.parametrize("enabled", [False, True], ids=["alone", "enabled too"])

@@ -28,14 +28,18 @@ _set: dict[str, tuple[Any, Any]] = {}
 
 
 def enable() -> None:
-    """Adds lowerings and pass to everything that Inductor compiles from now on. Twice is once."""
+    """Adds lowerings and pass to everything that Inductor compiles from now on. Twice is once.
+
+    Where a pass was set since, the next call adds ours to it. Of `torch.compile(options=...)` with a pre-grad pass of
+    its own Inductor takes that alone; `backend="fp4kv"` runs both.
+    """
     registry.register()
-    if _set:
-        return
     config = _compat.inductor_config()
     for name, value in _patches(getattr(config, _PASS), getattr(config, _FUSION_THRESHOLD)).items():
-        _set[name] = getattr(config, name), value
-        setattr(config, name, value)
+        found = getattr(config, name)
+        if name not in _set or found is not _set[name][1]:
+            _set[name] = found, value
+            setattr(config, name, value)
 
 
 def disable() -> None:

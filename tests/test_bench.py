@@ -204,6 +204,12 @@ def test_rows_outlive_a_full_disk(capsys):
     assert "cannot write /dev/full: No space left on device" in err and "dynamic is" in out
 
 
+def test_compile_needs_a_compiler(monkeypatch, capsys):
+    monkeypatch.setattr("torch_fp4kv.doctor.compiler_missing", lambda device: "no C++ compiler")
+    assert cli.main(["bench", "compile", "--shape", "tiny"]) == 1
+    assert capsys.readouterr().err == "no C++ compiler\n"
+
+
 def test_compile_keeps_the_start_that_was_measured(monkeypatch, tmp_path, capsys):
     def start(command, **options):
         if "warm" in command:

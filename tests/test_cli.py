@@ -138,8 +138,13 @@ def test_doctor_s_round_trip_is_one_that_the_first_kernel_takes(monkeypatch):
 
 def test_doctor_says_where_a_compiler_is_missing(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert "C++ compiler" in doctor.compiler_missing(torch.device("cpu"))
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == "clang++" else None)
+    assert "C++ compiler, and g++ is not on PATH" in doctor.compiler_missing(torch.device("cpu"))
+    monkeypatch.setenv("CXX", "clang++")
+    assert doctor.compiler_missing(torch.device("cpu")) is None
+    monkeypatch.setenv("CXX", "none++")
+    assert "none++ is not on PATH" in doctor.compiler_missing(torch.device("cpu"))
 
 
 def test_doctor_notes_versions_outside_the_supported_ones():

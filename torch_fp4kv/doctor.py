@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -110,10 +111,11 @@ def compiler_missing(device: torch.device) -> str | None:
     """Why `torch.compile` cannot generate code for `device`, or None."""
     if device.type != "cpu":
         return backends.triton_missing(device)
-    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "c++", "cl"]
-    if any(shutil.which(name) for name in names):
+    # Inductor's choice: it tries no other.
+    name = os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
+    if shutil.which(name):
         return None
-    return f"torch.compile on the CPU needs a C++ compiler; none of {', '.join(names)} is on PATH"
+    return f"torch.compile on the CPU needs a C++ compiler, and {name} is not on PATH; CXX= names another"
 
 
 def links(root: Path) -> str:

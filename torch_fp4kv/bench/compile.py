@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 
 import torch
 
-from .. import demo
+from .. import demo, doctor
 from ..console import INTERRUPTED, heading, output_file, table
 from ..evaluation.scoring import model_name
 from ..recipe import get_recipe
@@ -67,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
                 f"--prompt must be 1 or more and --new-tokens {LEAST_TOKENS} or more, "
                 f"got {args.prompt} and {args.new_tokens}"
             )
+        missing = doctor.compiler_missing(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        if missing is not None:
+            raise ValueError(missing)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

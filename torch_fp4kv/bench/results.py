@@ -20,7 +20,7 @@ def environment() -> dict[str, str]:
 
 def write_csv(path: Path, rows: list[dict[str, Any]], constants: dict[str, str]) -> None:
     """Writes `rows`, each with `constants`, to `path`."""
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*rows[0], *constants])
         writer.writeheader()
         writer.writerows({**row, **constants} for row in rows)

@@ -229,9 +229,10 @@ def test_rows_that_a_recipe_keeps_exact_are_warned_of(tmp_path, capsys):
     ]
     parser = argparse.ArgumentParser()
     evaluate.add_arguments(parser)
-    assert evaluate.run(parser.parse_args([*source, *small])) == 0
-    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "exact" in line]
+    assert evaluate.run(parser.parse_args([*source, *small, "--greedy", "6"])) == 0
+    warning, of_greedy = [line for line in capsys.readouterr().err.splitlines() if "exact" in line]
     assert warning.startswith("warning: nvfp4 keeps 92 tokens of a row exact and the rows of text have 90: none is")
+    assert "the rows of greedy text have 70: none is read" in of_greedy and "--greedy makes rows longer" in of_greedy
 
 
 def test_command_without_a_model(tmp_path, capsys):

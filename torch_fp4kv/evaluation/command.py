@@ -29,7 +29,7 @@ from .peers import PEERS, peer_fidelity
 RECIPES = ("nvfp4", "nvfp4-max", "k8v4", "fp8", "fp8-window", "nvfp4-plain")
 COPY = (900, 200)
 CONTEXT = 8192
-OPTIONS = {"text": "--tokens", "copy": "--copy"}
+OPTIONS = {"text": "--tokens", "copy": "--copy", "greedy text": "--greedy"}
 """What says how long the rows of a task are."""
 
 
@@ -113,7 +113,10 @@ def run(args: argparse.Namespace) -> int:
     note = key_bias.warning(key_bias.rotated_bias(model, calibration_rows[:1] or [tasks["text"][0][:1]]))
     if note:
         print(f"warning: {note}", file=sys.stderr)
-    for note in mostly_exact(model, {task: tokens.shape[1] for task, (tokens, _) in tasks.items()}, chosen):
+    lengths = {task: tokens.shape[1] for task, (tokens, _) in tasks.items()}
+    if args.greedy:
+        lengths["greedy text"] = min(args.prompt_tokens, args.tokens) + args.greedy
+    for note in mostly_exact(model, lengths, chosen):
         print(f"warning: {note}", file=sys.stderr)
     passage, between = args.copy
     console.heading(f"{args.rows} rows of {args.tokens} tokens, and of {passage} + {between} + {passage}")

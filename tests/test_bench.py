@@ -303,6 +303,17 @@ def test_attention_keeps_the_shapes_that_were_measured(raised, status, tmp_path,
     assert ("1 x 40 tokens: RuntimeError: no room" if len(kept) == 4 else "interrupted") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("row", [0, 2])
+def test_an_error_in_one_row_is_found(row):
+    q, k, v = (torch.randn(3, heads, tokens, 16) for heads, tokens in ((4, 1), (2, 9), (2, 9)))
+    out = attention.sdpa_calls(q, k, v)["SDPA math"]()
+    assert attention.relative_error(out, q, k, v) < 1e-6
+    for wrong, found in ((0.0, 1.0), (torch.nan, torch.nan)):
+        broken = out.clone()
+        broken[row] = wrong
+        assert attention.relative_error(broken, q, k, v) == pytest.approx(found, nan_ok=True)
+
+
 def test_attention_says_which_error_is_beyond_rounding(monkeypatch, capsys):
     monkeypatch.setattr(attention, "relative_error", lambda *args: 0.02)
     shape = ["--context", "20", "--heads", "2", "--kv-heads", "1", "--head-dim", "64", "--recipes", "fp8"]

@@ -108,8 +108,9 @@ def test_doctor_json_is_the_report(capsys):
     [
         (lambda *a, **k: (_ for _ in ()).throw(OSError("no such driver")), "OSError: no such driver"),
         (lambda *a, **k: torch.zeros(1, 4, 1, 64), "attention is off by"),
+        (lambda *a, **k: torch.full((1, 4, 1, 64), torch.nan), "attention is off by nan"),
     ],
-    ids=["raises", "wrong"],
+    ids=["raises", "wrong", "NaN"],
 )
 def test_doctor_returns_1_where_nothing_works(monkeypatch, capsys, broken, problem):
     good = doctor.ops.attention

@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
 def examine() -> Report:
     """Looks at this machine; runs a few small calls on each device."""
     versions = {"python": platform.python_version(), "torch-fp4kv": __version__, **{p: version(p) for p in PACKAGES}}
+    # The metadata of PyPI's wheels does not say which build it is.
+    versions["torch"] = torch.__version__
     devices = [torch.device("cpu")]
     for kind in ("cuda", "xpu"):
         module = getattr(torch, kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from pathlib import Path
@@ -146,6 +147,29 @@ def test_moved_buffers_serve_outside_inference_mode():
         kv.to("cpu")
     kv.update(None, torch.randn(2, 2, 4, 32), torch.randn(2, 2, 4, 32))
     assert not kv.storage.k_data.is_inference()
+
+
+class Step(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cache = cache()
+
+    def forward(self, q, k, v):
+        k, v = self.cache.update(None, k, v)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def test_an_exported_step_goes_on_with_the_cache_or_is_refused():
+    """Not strict, torch.export takes state that is no buffer for constant: each step would read the same length."""
+    step, prompt = Step(), torch.randn(2, 2, 2, 20, 32)
+    step.cache.update(None, *prompt)
+    eager = copy.deepcopy(step)
+    tokens = [(torch.randn(2, 4, 1, 32), *torch.randn(2, 2, 2, 1, 32)) for _ in range(3)]
+    with pytest.raises(RuntimeError, match="strict=True"):
+        torch.export.export(step, tokens[0], strict=False)
+    exported = torch.export.export(step, tokens[0], strict=True).module()
+    for token in tokens:
+        torch.testing.assert_close(exported(*token), eager(*token), rtol=0, atol=0)
 
 
 def test_the_calls_of_litgpt_and_torchtune():

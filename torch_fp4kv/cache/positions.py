@@ -71,7 +71,15 @@ class Positions(Buffers):
 
         The lengths are looked at only on the CPU; on a GPU an overflow during decode sets `overflowed`, which
         `check` reports.
+
+        Raises:
+            RuntimeError: `torch.export` traces without `strict=True`. It would take the lengths for constants, advance
+                them while it traces, and leave that out of the program.
         """
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(
+                "torch.export of a model that holds a cache needs strict=True: its lengths are no constants"
+            )
         if self.capacity is None:
             return
         stored = 0

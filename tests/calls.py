@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,27 @@ def far_apart(x: Tensor, allocate: Callable[[int], Tensor]) -> Tensor:
     assert rows * heads * d <= stride
     memory = allocate(stride * (tokens - 1) + rows * heads * d)
     return memory.as_strided(x.shape, (heads * d, d, stride, 1)).copy_(x)
+
+
+NEEDLE_AT, LONG = 77777, 131072
+
+
+def needle(share: bool, num_queries: int = 1, dtype: torch.dtype = torch.float32) -> tuple[AttentionCall, float]:
+    """A call over 131,072 tokens of one head, and each element of what it gives.
+
+    One key outweighs random others by far; with `share` it weighs as much as all others together, that are alike.
+    """
+    words = torch.randint(-(2**63), 2**63 - 1, (1, 1, LONG, 4), generator=torch.Generator().manual_seed(0))
+    k, v = (torch.zeros_like(words), torch.full_like(words, 0x5555555555555555)) if share else (words, words.flip(2))
+    k[:, :, NEEDLE_AT] = 0x7777777777777777
+    v[:, :, NEEDLE_AT] = 0xDDDDDDDDDDDDDDDD - 2**64 if share else 0x2222222222222222
+    scales = torch.full(words.shape, 0x38, dtype=torch.uint8)
+    q, one = torch.ones(1, 1, num_queries, 64, dtype=dtype), torch.tensor(1.0)
+    lengths = torch.tensor([LONG], dtype=torch.int32)
+    # A key of 64 sixes.
+    scale = math.log(LONG - 1) / 384 if share else 0.2
+    call = AttentionCall(q, k, scales, v, scales, one, one, lengths, causal=False, scale=scale, out_dtype=torch.float32)
+    return call, 0.0 if share else 1.0
 
 
 def strided(call: AttentionCall) -> AttentionCall:

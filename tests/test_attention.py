@@ -9,7 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from calls import equalized, make, run, strided, with_everything
+from calls import equalized, make, needle, run, strided, with_everything
 from decode_cases import check_hidden_by_the_lowest_number
 from torch import Tensor
 
@@ -283,19 +283,11 @@ def test_queries_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.allclose(tiled_lse, lse, atol=1e-5)
 
 
-def test_needle_in_a_long_context_is_found() -> None:
-    length, at = 131072, 77777
-    call = make(lengths=(1,), capacity=length, heads=1, kv_heads=1, head_dim=64)
-    words = torch.randint(-(2**63), 2**63 - 1, (1, 1, length, 4), generator=torch.Generator().manual_seed(0))
-    scales = torch.full((1, 1, length, 4), 0x38, dtype=torch.uint8)
-    k, v = words.clone(), words.flip(2)
-    k[:, :, at] = 0x7777777777777777
-    v[:, :, at] = 0x2222222222222222
-    q = torch.ones(1, 1, 1, 64)
-    lengths = torch.tensor([length], dtype=torch.int32)
-    changes = {"k_data": k, "k_scales": scales, "v_data": v, "v_scales": scales, "lengths": lengths}
-    out, _ = run(replace(call, q=q, k_global=torch.tensor(1.0), v_global=torch.tensor(1.0), scale=0.2, **changes))
-    assert torch.allclose(out, torch.ones(64), atol=1e-2)
+@pytest.mark.parametrize("share", [False, True], ids=["all the weight", "half of it"])
+def test_needle_in_a_long_context_is_found(share: bool) -> None:
+    call, expected = needle(share)
+    out, _ = run(call)
+    assert float((out - expected).abs().max()) < 1e-2
 
 
 def test_capacity_does_not_change_a_bit() -> None:

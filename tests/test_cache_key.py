@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -43,6 +44,25 @@ def test_two_versions_of_a_lowering_share_a_cache_and_give_two_results(tmp_path:
     assert first == ["0.5", "0", "0"]
     assert second == ["0.25", "0", "0"]
     assert again[0] == "0.5" and again[1:] != ["0", "0"], "the third process was to find the first one's code"
+
+
+def test_the_key_changes_with_every_source_of_ops_and_lowerings(tmp_path: Path) -> None:
+    """An op's schema too: Inductor's own key does not know what an op mutates."""
+    package = shutil.copytree(
+        Path(torch_fp4kv.__file__).parent, tmp_path / "torch_fp4kv", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    spec = importlib.util.spec_from_file_location("copied_cache_key", package / "lowering" / "cache_key.py")
+    assert spec is not None and spec.loader is not None
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    sources = [package / "__init__.py", package / "_compat.py"]
+    sources += [*package.glob("ops/**/*.py"), *package.glob("lowering/**/*.py")]
+    digests = {copied.source_digest()}
+    for source in sources:
+        source.write_text(source.read_text() + "\n")
+        copied.source_digest.cache_clear()
+        digests.add(copied.source_digest())
+    assert len(digests) == 1 + len(sources)
 
 
 def test_tag_keeps_what_others_put_there() -> None:

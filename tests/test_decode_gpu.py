@@ -18,9 +18,9 @@ from torch_fp4kv.ops.call import AttentionCall
 pytestmark = pytest.mark.gpu
 
 
-def on_gpu(c: AttentionCall) -> AttentionCall:
+def on_gpu(c: AttentionCall, device: str = "cuda") -> AttentionCall:
     fields = {name: getattr(c, name) for name in AttentionCall.__slots__}
-    return replace(c, **{name: x.cuda() for name, x in fields.items() if isinstance(x, Tensor)})
+    return replace(c, **{name: x.to(device) for name, x in fields.items() if isinstance(x, Tensor)})
 
 
 def check(c: AttentionCall) -> None:
@@ -149,6 +149,41 @@ def test_rows_equal_their_own_runs(options: dict[str, Any]) -> None:
         assert torch.equal(lse[b : b + 1], found[1])
 
 
+@pytest.mark.parametrize("heads", [2, 16], ids="{} heads".format)
+@pytest.mark.parametrize("name", ["decode", "fallback"])
+def test_batches_of_head_size_256(name: str, heads: int) -> None:
+    """Each number of rows, in the choices that follow from it, gives a row the bits that 256 give it."""
+    kernel = pytest.importorskip(f"torch_fp4kv.ops.kernels.{name}", exc_type=ImportError)
+    lengths = [1 + 37 * b % 600 for b in range(256)]
+    c = call(head_dim=256, heads=heads, lengths=lengths, capacity=640, dtype=torch.bfloat16)
+    out, lse = kernel.run(on_gpu(c))
+    compare(c, out.cpu(), lse.cpu())
+    for batch in (1, 2, 7, 16, 33, 66, 132, 133):
+        names = ("q", "k_data", "k_scales", "v_data", "v_scales", "lengths")
+        found = kernel.run(on_gpu(replace(c, **{name: getattr(c, name)[:batch] for name in names})))
+        assert torch.equal(out[:batch], found[0])
+        assert torch.equal(lse[:batch], found[1])
+
+
+@pytest.mark.parametrize("tokens", [8192, 65536])
+@pytest.mark.parametrize("num_queries", [1, 8, 16])
+@pytest.mark.parametrize("name", ["decode", "fallback"])
+def test_few_queries_over_a_long_context(name: str, num_queries: int, tokens: int) -> None:
+    kernel = pytest.importorskip(f"torch_fp4kv.ops.kernels.{name}", exc_type=ImportError)
+    c = on_gpu(call(lengths=(tokens,), num_queries=num_queries, dtype=torch.bfloat16))
+    compare(c, *kernel.run(c))
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["all the weight", "half of it"])
+@pytest.mark.parametrize(("name", "num_queries"), [("decode", 1), ("fallback", 1), ("fallback", 160), ("prefill", 40)])
+def test_needle_in_a_long_context_is_found(name: str, num_queries: int, share: bool) -> None:
+    kernel = pytest.importorskip(f"torch_fp4kv.ops.kernels.{name}", exc_type=ImportError)
+    c, expected = calls.needle(share, num_queries, torch.bfloat16)
+    assert kernel.unsupported(on_gpu(c)) is None
+    out, _ = kernel.run(on_gpu(c))
+    assert float((out - expected).abs().max()) < 1e-2
+
+
 def test_pages_and_capacity_do_not_matter() -> None:
     from torch_fp4kv.ops.kernels import decode
 
@@ -223,14 +258,11 @@ def test_exact_copies_past_2_31_elements(name: str) -> None:
     compare(c, out.cpu(), lse.cpu())
 
 
-def test_the_second_gpu() -> None:
-    from torch_fp4kv.ops.kernels import decode
-
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
-    c = call(lengths=(200, 70))
-    fields = {name: getattr(c, name) for name in AttentionCall.__slots__}
-    moved = replace(c, **{name: x.to("cuda:1") for name, x in fields.items() if isinstance(x, Tensor)})
-    out, _ = decode.run(moved)
-    expected, _ = oracle.attend(c)
-    assert float((out.cpu() - expected).norm() / expected.norm()) < 1e-3
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["decode", "fallback"])
+def test_tensors_on_another_device_than_the_current_one(name: str) -> None:
+    kernel = pytest.importorskip(f"torch_fp4kv.ops.kernels.{name}", exc_type=ImportError)
+    assert torch.cuda.current_device() == 0
+    c = call(lengths=(200, 70), **calls.equalized(2, 128))
+    out, lse = kernel.run(on_gpu(c, "cuda:1"))
+    compare(c, out.cpu(), lse.cpu())

@@ -308,15 +308,20 @@ def test_a_second_turn_with_padding_goes_on(model, implementation, capacity, tok
 
 
 def test_a_compiled_prompt_may_be_of_any_length(model):
-    """A symbolic number of tokens decides whether there is a bias."""
+    """A symbolic number of tokens decides whether there is a bias; scales are chosen in compiled code too."""
     torch._dynamo.reset()
     model.set_attn_implementation("sdpa")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for tokens in (20, 33, 7):
+        mine, other = NVFP4Cache(model.config, 64), NVFP4Cache(model.config, 64)
         with torch.no_grad():
-            want = model(prompt(tokens=tokens), past_key_values=NVFP4Cache(model.config, 64)).logits
-            got = compiled(prompt(tokens=tokens), past_key_values=NVFP4Cache(model.config, 64)).logits
+            want = model(prompt(tokens=tokens), past_key_values=other).logits
+            got = compiled(prompt(tokens=tokens), past_key_values=mine).logits
         torch.testing.assert_close(got, want)
+        for layer, expected in zip(mine.layers, other.layers):
+            assert not torch.any(layer.storage.k_global == 1)
+            for (name, stored), (_, twin) in zip(layer.storage.tensors(), expected.storage.tensors()):
+                torch.testing.assert_close(stored, twin, rtol=0, atol=0, msg=name)
 
 
 @CAPACITIES

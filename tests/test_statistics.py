@@ -20,6 +20,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="run by test_under_the_interpreter")),
     pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param(
+        "cuda:1",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
+    ),
 ]
 SHAPES = {"128": (2, 3, 70, 128), "80": (3, 2, 9, 80), "long": (1, 1, 1100, 16), "none": (2, 2, 0, 64)}
 

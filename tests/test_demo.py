@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +66,14 @@ def test_generation_says_why_nothing_was_compiled(options, capsys, monkeypatch):
     monkeypatch.setattr(demo.doctor, "compiler_missing", lambda device: "no C++ compiler")
     demo.generation(llama(vocab_size=64), Letters(), options)
     assert "NVFP4, torch.compile: no C++ compiler" in capsys.readouterr().out
+
+
+def test_a_graph_from_inductors_cache_is_named_beside_what_ran_in_eager_code():
+    run = demo.Run([], "", 1.0, served=Counter({("append", "torch"): 30}), lowered=Counter(), num_graphs=1)
+    cached = "in the graph, which came from Inductor's cache"
+    assert run.ran("append") == f"torch x 30; {cached}" and run.ran("attention") == cached
+    lowered = replace(run, lowered=Counter({("append", "lowered"): 30}))
+    assert lowered.ran("append") == "torch x 30; lowered x 30" and replace(run, num_graphs=0).ran("attention") == ""
 
 
 def test_scores_prints_a_line_for_each_recipe(capsys):

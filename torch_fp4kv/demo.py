@@ -148,7 +148,9 @@ class Run:
         for (o, what), count in sorted(self.lowered.items()):
             if o == op:
                 by.append(f"lowered x {count}" if what == "lowered" else f"not lowered x {count} ({what})")
-        return "; ".join(by) or "in the graph, which came from Inductor's cache"
+        if self.num_graphs and all(o != op for o, _ in self.lowered):
+            by.append("in the graph, which came from Inductor's cache")
+        return "; ".join(by)
 
 
 def encode(tokenizer: Any, prompt: str) -> Any:

@@ -255,7 +255,7 @@ class Program:
         compute = COMPUTE[parts[0]]
         kinds = [p for p in parts[1:] if p in TYPES or p in ("bf16", "bf16x2", "f16x2", "e4m3x2", "f32x2")]
 
-        rounds = kinds[-1:] == ["bf16"] and parts[0] != "cvt"
+        rounds = kinds == ["bf16"]
 
         def run(b: Block) -> None:
             value = compute(b, parts, kinds, operands[1:])
@@ -279,7 +279,9 @@ def _body(ptx: str) -> list[str]:
 def _get(b: Block, operand: Any, kind: str) -> Array:
     """Value of an operand as `kind`."""
     if isinstance(operand, list):
-        parts = [_get(b, x, "b16" if kind.endswith("32") else "b32") for x in operand]
+        # Half of a pair may never have been written: then nothing is to show of it.
+        written = [x if isinstance(x, int) or x in b.registers else -1 for x in operand]
+        parts = [_get(b, x, "b16" if kind.endswith("32") else "b32") for x in written]
         wide = np.uint32 if kind.endswith("32") else np.uint64
         shift = 16 if wide is np.uint32 else 32
         return (parts[0].astype(wide) | (parts[1].astype(wide) << wide(shift))).view(TYPES[kind])
@@ -400,11 +402,17 @@ def _arithmetic(function: Callable[..., Array]) -> Callable[..., Array]:
         if kinds[-1] in ("f16x2", "f32x2"):
             whole, half = ("b32", np.float16) if kinds[-1] == "f16x2" else ("b64", np.float32)
             halves = [_get(b, x, whole).view(half).reshape(-1, 2) for x in operands]
-            return np.ascontiguousarray(function(*halves).astype(half)).view(TYPES[whole]).reshape(-1)
+            with np.errstate(invalid="ignore"):
+                result = function(*halves)
+            return np.ascontiguousarray(result.astype(half)).view(TYPES[whole]).reshape(-1)
         if kinds[-1] == "bf16x2":
             halves = [_from_bf16(_get(b, x, "b32").view(np.uint16)) for x in operands]
             return _bf16(function(*halves)).view(np.uint32)
-        values = [_get(b, x, kinds[-1]) for x in operands]
+        # As in add.f32.f16, of whose operands the last is float32.
+        types = [kinds[-1]] * (len(operands) - 1) + [kinds[0]]
+        values = [_get(b, x, kind) for x, kind in zip(operands, types)]
+        if types[0] != types[-1]:
+            values = [value.astype(np.float32) for value in values]
         with np.errstate(invalid="ignore"):
             result = function(*values)
         return result.astype(values[0].dtype)
@@ -652,8 +660,16 @@ def _matrix_rows(b: Block, opcode: str, address: Any) -> tuple[Array, int]:
 
 
 def _load_matrix(b: Block, opcode: str, operands: list[Any]) -> None:
-    rows, count = _matrix_rows(b, opcode, operands[1])
     targets = operands[0] if isinstance(operands[0], list) else [operands[0]]
+    if ".m16n16." in opcode:
+        # Bytes, transposed; of the result a register has the upper or the lower half.
+        rows = _address(b, operands[1]).reshape(-1, 2, 16)[:, : len(targets) // 2]
+        matrices = b.shared[rows[..., None] + np.arange(16)].swapaxes(-1, -2)
+        for i, target in enumerate(targets):
+            half = matrices[:, i // 2, i % 2 * 8 : i % 2 * 8 + 8]
+            _set(b, target, half.reshape(-1, 4).copy().view(np.uint32).reshape(-1))
+        return
+    rows, count = _matrix_rows(b, opcode, operands[1])
     matrices = b.shared[rows[..., None] + np.arange(16)].view(np.uint16)
     if ".trans" in opcode:
         matrices = matrices.swapaxes(-1, -2)

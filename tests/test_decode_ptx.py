@@ -53,6 +53,14 @@ def test_options(name: str) -> None:
     compare(c, out, lse)
 
 
+@pytest.mark.parametrize("name", ["group of 8", "transformed keys"])
+def test_code_for_blackwell(name: str) -> None:
+    c = call(dtype=torch.float16, **CASES[name])
+    with ptx.launches(120):
+        out, lse = decode.run(c)
+    compare(c, out, lse)
+
+
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (80, 96), (256, 80), pytest.param(192, 256, marks=pytest.mark.slow)])
 def test_head_sizes(d: int, dv: int) -> None:
     sizes = {"head_dim": d, "v_head_dim": dv, "lengths": (140, 70)}

@@ -181,6 +181,23 @@ def test_launches_a_layer_and_decode_step(recipe: str, expected: int) -> None:
     assert two - 2 * expected <= 2
 
 
+@pytest.mark.parametrize("skip_negative", [False, True], ids=["lowered", "opaque"])
+def test_layers_of_one_buffer_are_not_copied(skip_negative: bool) -> None:
+    def layers(q: Tensor, slots: Tensor, scale: Tensor, lengths: Tensor, *buffers: Tensor) -> Tensor:
+        for layer in range(3):
+            storage = [buffer.select(0, layer) for buffer in buffers]
+            fp4.append(
+                *storage, q[:, :HEADS], q[:, HEADS : 2 * HEADS], slots, scale, scale, skip_negative=skip_negative
+            )
+            q = fp4.attention(q, *storage, scale, scale, lengths)
+        return q
+
+    rows = ((BATCH, 4 * HEADS, 1, DIM), BF16), ((BATCH, 1), I64), ((HEADS,), F32), ((BATCH,), torch.int32)
+    code = Generated(cuda_code(layers, *rows, *[((3, *shape), dtype) for shape, dtype in STORAGE * 2]))
+    assert ("torch.ops.fp4kv.append.default(" in code.calls) == skip_negative
+    check(code)
+
+
 def test_prefill_of_static_length_is_one_cuda_kernel() -> None:
     code = Generated(cuda_code(append_step, *step_arguments(512)))
     assert code.num_kernels == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -86,6 +87,33 @@ def test_the_tag_tells_of_every_change() -> None:
             for i in range(3):
                 ids = prompt(tokens=1, seed=i)[:rows]
                 torch.testing.assert_close(compiled(ids, cache), step(ids, eager))
+
+
+CHANGES: dict[str, Any] = {
+    "nothing": lambda cache: None,
+    "growth": lambda cache: [cache.update(x := torch.randn(2, 2, 300, 64), -x, layer) for layer in range(2)],
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "move": lambda cache: [layer.storage.move_to("cpu") for layer in cache.layers],
+    "copy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_compiled_code_mutates_has_a_static_address(change: Any) -> None:
+    """Else Inductor makes no CUDA graph of it ("skipping cudagraphs due to mutated inputs")."""
+    model = llama()
+    cache, pool = NVFP4Cache(model.config), PagedNVFP4Cache(model.config, 24, 3, max_cache_len=64, page_size=16)
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache)
+        model(prompt(1), past_key_values=pool.row(pool.admit()))
+    changed = change(cache)
+    owners = [*pool.layers, pool.batch.layers[0].positions]
+    for layer in (changed if isinstance(changed, NVFP4Cache) else cache).layers:
+        owners += [layer.storage, layer.positions]
+    for owner in owners:
+        for name, tensor in owner.tensors():
+            assert hasattr(tensor, "_dynamo_static_input_type"), name
 
 
 def test_steps_of_a_pool_are_compiled_once() -> None:

@@ -33,6 +33,9 @@ def hard_blocks(global_scale: float) -> Tensor:
         block = torch.randn(16) * global_scale
         block[3] = value
         found.append(block)
+    # Block scales halfway between two of E4M3, where the global scale is a power of two.
+    for tie in (1.0625, 1.1875, 1.5 * 2.0**-9, 2.5 * 2.0**-9):
+        found.append(torch.linspace(-1, 1, 16) * (6 * tie * global_scale))
     for size in (2.0**-11, 2.0**-10, 2.0**-9, 1.0, 100.0, 448.0, 1000.0):
         found.append(torch.randn(16) * size * global_scale * 6)
     return torch.stack(found)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +18,14 @@ SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 
 @dataclass(frozen=True)
 class Compiled:
     """One compiled kernel: its name, the grid of the launch and whether that is ahead of time (programmatic dependent
-    launch), shared memory in bytes, and its instructions in order."""
+    launch), shared memory in bytes, its instructions in order, and its code."""
 
     name: str
     grid: tuple[int, ...]
     ahead: bool
     shared: int
     instructions: list[str]
+    cubin: bytes
 
     def count(self, *mnemonics: str) -> int:
         """How many instructions begin with one of `mnemonics`."""
@@ -33,6 +36,20 @@ class Compiled:
         lets the next one start (which may read what came before without a wait of its own)."""
         order = [x for x in self.instructions if x.startswith(("ACQBULK", "PREEXIT", "LDG", "STG", "ATOM", "RED"))]
         return self.ahead and order[0] == "ACQBULK" and (order[1] == "PREEXIT") == triggers == self.count("PREEXIT")
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread."""
+        import triton
+
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True)
+        found = re.search(r"REG:(\d+)", usage.stdout + usage.stderr)
+        assert found, usage
+        return int(found[1])
 
     @property
     def spills(self) -> int:
@@ -81,7 +98,7 @@ def launches(capability: int) -> Iterator[list[Compiled]]:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         instructions = _instructions(kernel.asm["sass"])
         launch = (tuple(grid), kernel.metadata.launch_pdl)
-        compiled.append(Compiled(self.fn.__name__, *launch, kernel.metadata.shared, instructions))
+        compiled.append(Compiled(self.fn.__name__, *launch, kernel.metadata.shared, instructions, kernel.asm["cubin"]))
         return kernel
 
     saved = triton.runtime.driver._active

@@ -195,6 +195,19 @@ def test_instructions(v_format: str, most: int) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")
+@pytest.mark.parametrize("v_format", ["fp8", "nvfp4"])
+def test_registers(v_format: str) -> None:
+    """At most 128, with exact copies too: four programs an SM. Three were seen to take a tenth more time."""
+    from torch_fp4kv.ops.kernels import fallback
+
+    formats = {"k_format": "fp8", "v_format": v_format}
+    c = calls.make(lengths=(90, 33), capacity=512, ring=20, head_dim=128, dtype=torch.bfloat16, **formats)
+    with offline.launches(90) as kernels, sixteen_bits(90):
+        fallback.run(c)
+    assert kernels[0].registers <= 128
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")
 @pytest.mark.parametrize("capability", [80, 90, 120], ids="sm_{}".format)
 def test_kernels_are_launched_ahead_and_wait_before_they_read(capability: int) -> None:
     from torch_fp4kv.ops.kernels import fallback

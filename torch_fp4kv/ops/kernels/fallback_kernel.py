@@ -221,10 +221,10 @@ def _exact_tile(
     d = tl.arange(0, BLOCK_D)[None, :]
     x = _as(tl.zeros([slot.shape[0], BLOCK_D], tl.float32), TYPE)
     if exact is not None:
-        at = exact + b * exact_0 + head * exact_1 + slot.to(tl.int64) * exact_2
+        at = exact + b * exact_0 + head * exact_1 + slot * exact_2
         x += _as(tl.load(at[:, None] + d * exact_3, mask=in_exact[:, None] & (d < D), other=0.0), TYPE)
     if new is not None:
-        at = new + b * new_0 + head * new_1 + index.to(tl.int64) * new_2
+        at = new + b * new_0 + head * new_1 + index * new_2
         x += _as(tl.load(at[:, None] + d * new_3, mask=in_new[:, None] & (d < D), other=0.0), TYPE)
     return x
 

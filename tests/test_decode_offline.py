@@ -235,6 +235,7 @@ def test_kernels_are_launched_ahead_and_wait_before_they_read(group: int, capabi
     assert merge.ahead and merge.count("ACQBULK") == 1
     before = merge.instructions[: merge.instructions.index("ACQBULK")]
     assert not [x for x in before if x.startswith(("LDGSTS", "STG"))]
+    assert all("STRONG" in x for x in before if x.startswith("LDG")), "not from L1"
 
 
 @compiles

@@ -81,22 +81,25 @@ def row_range(
     PAGING: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
+    EARLY: gl.constexpr = False,
 ):
     """`(length, n, start, begin, end, inner_begin, inner_end)` of row `b`, which has n queries.
 
     Some query sees stored positions in [begin, end), every one those in [inner_begin, inner_end), the mask aside.
+    With EARLY, of a kernel that has not waited yet, they are not read from L1, which may hold what another one saw.
     """
-    length = gl.load(lengths + b)
+    CACHE: gl.constexpr = ".cg" if EARLY else ""
+    length = gl.load(lengths + b, cache_modifier=CACHE)
     n = queries
     if q_lengths is not None:
-        n = gl.load(q_lengths + b)
+        n = gl.load(q_lengths + b, cache_modifier=CACHE)
     start = 0
     if starts is not None:
-        start = gl.load(starts + b)
+        start = gl.load(starts + b, cache_modifier=CACHE)
     begin = gl.maximum(start + num_sink_tokens, 0)
     end = length
     if exact_from is not None:
-        end = gl.minimum(end, gl.load(exact_from + b))
+        end = gl.minimum(end, gl.load(exact_from + b, cache_modifier=CACHE))
     if PAGING == 0 or PAGING == 3:
         begin = gl.maximum(begin, length - page_size)
     inner_begin = begin

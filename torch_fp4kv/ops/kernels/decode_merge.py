@@ -250,13 +250,25 @@ def merge_kernel(
     head = row_head % H
     query_head = head * G + column % G
     _length, n, _start, begin, end, _inner_begin, _inner_end = row_range(
-        b, lengths, q_lengths, starts, exact_from, queries, page_size, num_sink_tokens, window, PAGING, CAUSAL, WINDOW
+        b,
+        lengths,
+        q_lengths,
+        starts,
+        exact_from,
+        queries,
+        page_size,
+        num_sink_tokens,
+        window,
+        PAGING,
+        CAUSAL,
+        WINDOW,
+        True,
     )
     first_tile = begin // N
     end_tile = gl.maximum((end + N - 1) // N, first_tile)
     first_set = first_tile // (SET * STRIDE)
     num_sets = gl.cdiv(end_tile, SET * STRIDE) - first_set
-    v_scale = gl.load(v_global + head * stride_v_global) * CODE_SCALE
+    v_scale = gl.load(v_global + head * stride_v_global, cache_modifier=".cg") * CODE_SCALE
     base = program.to(gl.int64) * slot_stride
     partials = (partial_out + base * DV, partial_max + base, partial_sum + base)
     top = gl.full([STRIDE], -float("inf"), gl.float32, ROWS)
